@@ -1,0 +1,249 @@
+#!/usr/bin/env python3
+"""Write the generated parts of README.md anew: patches, switches, measured results.
+
+    python scripts/render_readme.py            # rewrite README.md
+    python scripts/render_readme.py --check    # exit status 1 and a diff when it is out of date
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. Patches come from the plugin's
+ledger, switches from its table of switches, figures from the files below ``benchmark/results``. To show another
+measurement, add a `ResultTable` to `RESULT_TABLES`. A results file that does not exist yet reads "not measured yet".
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))  # the tables of this checkout, whatever is installed
+
+from sglang_w4afp8 import plugin, switches  # noqa: E402
+
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmark" / "results"
+# A figure without these cannot be reproduced. "command" is last: it is the longest.
+META_KEYS = ("gpu", "driver", "torch", "triton", "engine", "command")
+
+Cell = Mapping[str, Any]
+
+
+class RenderError(Exception):
+    """README.md or a results file is not as it must be; the message names it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its heading and how a group of cells becomes its text."""
+
+    heading: str
+    text: Callable[[Sequence[Cell]], str]
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table made from the ``cells`` of one results file.
+
+    Attributes:
+        title: heading above the table.
+        file: the results file, below ``benchmark/results``.
+        note: what the reader must know to read the table.
+        group_by: fields whose values make a row; the first columns show them.
+        columns: the other columns.
+        where: field -> values that a cell must have to be shown. All cells when empty.
+        total: label of a last row over all shown cells; no such row when empty.
+    """
+
+    title: str
+    file: str
+    note: str
+    group_by: tuple[str, ...]
+    columns: tuple[Column, ...]
+    where: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    total: str = ""
+
+
+def one(heading: str, name: str, digits: int = 2) -> Column:
+    """The value of a field, in groups of one cell."""
+
+    def text(cells: Sequence[Cell]) -> str:
+        if len(cells) != 1:
+            raise RenderError(
+                f"column {heading!r} shows one cell a row, and a row has {len(cells)}: group by more fields"
+            )
+        value = cells[0][name]
+        return "n/a" if value is None else f"{value:.{digits}f}"
+
+    return Column(heading, text)
+
+
+def count(heading: str = "cells") -> Column:
+    """How many cells the row is about."""
+    return Column(heading, lambda cells: str(len(cells)))
+
+
+def ratio(heading: str, above: str, below: str, reduce: Callable[[Sequence[float]], float]) -> Column:
+    """``above / below`` of each cell, reduced over the row's cells (see `geometric_mean`; `min` for the worst)."""
+
+    def text(cells: Sequence[Cell]) -> str:
+        if any(cell[name] is None for cell in cells for name in (above, below)):
+            return "n/a"  # not an average over whichever cells happen to be there
+        return f"{reduce([cell[above] / cell[below] for cell in cells]):.2f}"
+
+    return Column(heading, text)
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+RESULT_TABLES: tuple[ResultTable, ...] = (
+    ResultTable(
+        title="Requant against the engine's kernel",
+        file="h200/requant.json",
+        note=(
+            "Times of the other kernel divided by ours (above 1, ours is faster), over rows 1 to 128 per expert and "
+            "even, random and 16-fold skewed routing. The last column is ours over a copy of the same live bytes."
+        ),
+        group_by=("k", "experts"),
+        columns=(
+            count(),
+            ratio("engine 0.5.23 / ours, geometric mean", "engine_us", "ours_us", geometric_mean),
+            ratio("lowest", "engine_us", "ours_us", min),
+            ratio("before 0.5.19 / ours, geometric mean", "legacy_us", "ours_us", geometric_mean),
+            ratio("ours / copy, geometric mean", "ours_us", "copy_us", geometric_mean),
+        ),
+        total="all",
+    ),
+    ResultTable(
+        title="Requant in microseconds",
+        file="h200/requant.json",
+        note="K 7168, random routing.",
+        group_by=("experts", "rows"),
+        columns=(
+            one("before 0.5.19", "legacy_us"),
+            one("engine 0.5.23", "engine_us"),
+            one("ours", "ours_us"),
+            one("copy", "copy_us"),
+        ),
+        where={"k": (7168,), "routing": ("random",), "experts": (64, 256), "rows": (1, 8, 32, 128)},
+    ),
+)
+
+
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---") -> str:
+    lines = [headings, [align] * len(headings), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def result_table(table: ResultTable, results: Path) -> str:
+    """One table with its title, its note and where it comes from."""
+    head = f"### {table.title}\n\n"
+    path = results / table.file
+    if not path.is_file():
+        return f"{head}Not measured yet.\n"
+    try:
+        data = json.loads(path.read_text())
+        missing = [key for key in META_KEYS if key not in data["meta"]]
+        if missing:
+            raise RenderError(f"{path}: meta lacks {', '.join(missing)}")
+        cells = [cell for cell in data["cells"] if all(cell[name] in values for name, values in table.where.items())]
+        groups: dict[tuple[Any, ...], list[Cell]] = {}
+        for cell in cells:
+            groups.setdefault(tuple(cell[name] for name in table.group_by), []).append(cell)
+        rows = [
+            [*map(str, key), *(column.text(group) for column in table.columns)] for key, group in sorted(groups.items())
+        ]
+        if table.total:
+            rows.append(
+                [table.total, *[""] * (len(table.group_by) - 1), *(column.text(cells) for column in table.columns)]
+            )
+    except KeyError as error:
+        raise RenderError(f"{path}: no field {error} for the table {table.title!r}") from error
+    if not cells:
+        raise RenderError(f"{path}: no cell for the table {table.title!r}")
+    headings = [*table.group_by, *(column.heading for column in table.columns)]
+    meta = "; ".join(f"{key} {data['meta'][key]}" for key in META_KEYS[:-1])
+    source = f"{meta}. `{data['meta']['command']}` wrote [{table.file}](benchmark/results/{table.file})."
+    return f"{head}{table.note}\n\n{markdown_table(headings, rows, '---:')}\n{source}\n"
+
+
+def results_section(results: Path = RESULTS) -> str:
+    return "\n".join(result_table(table, results) for table in RESULT_TABLES)
+
+
+def replaced(patch: plugin.Patch) -> str:
+    """What of the engine a patch stands in for."""
+    if not patch.targets:
+        return f"a step inside {' and '.join(f'`{name}`' for name in patch.requires)}"
+    return "<br>".join(f"`{target.homes[0].module}.{target.attribute}`" for target in patch.targets)
+
+
+def patches_section() -> str:
+    rows = [
+        [
+            f"`{patch.name}`",
+            replaced(patch),
+            patch.what,
+            f"[#{patch.upstream.rsplit('/', 1)[1]}]({patch.upstream})" if patch.upstream else "none",
+        ]
+        for patch in plugin.LEDGER
+    ]
+    return markdown_table(["patch", "replaces", "what it does", "upstream"], rows)
+
+
+SECTIONS: Mapping[str, Callable[[], str]] = {
+    "patches": patches_section,
+    "switches": switches.markdown_table,
+    "results": results_section,
+}
+
+
+def render(text: str, sections: Mapping[str, Callable[[], str]] = SECTIONS) -> str:
+    """``text`` with every generated part made anew.
+
+    Raises:
+        RenderError: a part has no place in ``text``, or more than one.
+    """
+    for name, section in sections.items():
+        begin, end = f"<!-- generated: {name} -->\n", f"<!-- end: {name} -->\n"
+        part = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if len(part.findall(text)) != 1:
+            raise RenderError(f"README.md: must have {begin.strip()} ... {end.strip()} once")
+        made = f"{begin}\n{section()}\n{end}"
+        text = part.sub(lambda _, made=made: made, text)
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit status 1 when README.md is out of date"
+    )
+    options = parser.parse_args(argv)
+    old = README.read_text()
+    try:
+        new = render(old)
+    except RenderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not options.check:
+        README.write_text(new)
+        return 0
+    sys.stdout.writelines(
+        difflib.unified_diff(old.splitlines(True), new.splitlines(True), "README.md", "README.md as it should be")
+    )
+    if old != new:
+        print("error: README.md is out of date: run `make readme`", file=sys.stderr)
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

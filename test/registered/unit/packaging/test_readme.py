@@ -1,0 +1,126 @@
+"""The README cannot drift: its generated parts are up to date, and figures come out of results files as declared."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+
+ROOT = Path(__file__).resolve().parents[4]
+META = {"gpu": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3", "engine": "0.5.23", "command": "python b.py"}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_readme", ROOT / "scripts" / "render_readme.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, cells: list[dict[str, Any]], meta: dict[str, str] = META) -> Path:
+    (folder / "x.json").write_text(json.dumps({"meta": meta, "cells": cells}))
+    return folder
+
+
+def cell(k: int, rows: int, ours_us: float | None, engine_us: float | None) -> dict[str, Any]:
+    return {"k": k, "rows": rows, "ours_us": ours_us, "engine_us": engine_us}
+
+
+def table(renderer: ModuleType, **changes: Any) -> Any:
+    columns = (
+        renderer.count(),
+        renderer.ratio("mean", "engine_us", "ours_us", renderer.geometric_mean),
+        renderer.ratio("lowest", "engine_us", "ours_us", min),
+    )
+    declared: dict[str, Any] = {"title": "T", "file": "x.json", "note": "N.", "group_by": ("k",), "columns": columns}
+    return renderer.ResultTable(**declared | changes)
+
+
+def test_readme_is_up_to_date(renderer: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    status = renderer.main(["--check"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err + captured.out
+
+
+def test_check_writes_nothing_and_shows_what_is_out_of_date(
+    renderer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    stale = (ROOT / "README.md").read_text().replace("`SGLANG_W4AFP8_STRICT` |", "`SGLANG_W4AFP8_OLD` |")
+    readme.write_text(stale)
+    monkeypatch.setattr(renderer, "README", readme)
+    assert renderer.main(["--check"]) == 1
+    assert readme.read_text() == stale
+    assert "\n-| `SGLANG_W4AFP8_OLD` |" in (printed := capsys.readouterr().out)
+    assert "\n+| `SGLANG_W4AFP8_STRICT` |" in printed
+    assert renderer.main([]) == 0
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_a_results_table_groups_reduces_and_names_its_source(renderer: ModuleType, tmp_path: Path) -> None:
+    cells = [cell(512, 1, 2.0, 8.0), cell(128, 1, 1.0, 3.0), cell(512, 2, 4.0, 4.0)]
+    assert renderer.result_table(table(renderer, total="all"), write(tmp_path, cells)) == (
+        "### T\n\nN.\n\n"
+        "| k | cells | mean | lowest |\n"
+        "| ---: | ---: | ---: | ---: |\n"
+        "| 128 | 1 | 3.00 | 3.00 |\n"
+        "| 512 | 2 | 2.00 | 1.00 |\n"
+        "| all | 3 | 2.29 | 1.00 |\n"
+        "\ngpu NVIDIA X; driver 1; torch 2; triton 3; engine 0.5.23. "
+        "`python b.py` wrote [x.json](benchmark/results/x.json).\n"
+    )
+
+
+def test_where_keeps_only_the_cells_asked_for(renderer: ModuleType, tmp_path: Path) -> None:
+    declared = table(
+        renderer, where={"rows": (1,)}, group_by=("rows", "k"), columns=(renderer.one("ours", "ours_us", digits=1),)
+    )
+    text = renderer.result_table(declared, write(tmp_path, [cell(512, 1, 2.04, 8.0), cell(512, 2, 4.0, 4.0)]))
+    assert "| rows | k | ours |\n| ---: | ---: | ---: |\n| 1 | 512 | 2.0 |\n\n" in text
+
+
+def test_an_absent_provider_is_not_averaged_away(renderer: ModuleType, tmp_path: Path) -> None:
+    text = renderer.result_table(table(renderer), write(tmp_path, [cell(512, 1, 2.0, None), cell(512, 2, 4.0, 4.0)]))
+    assert "| 512 | 2 | n/a | n/a |\n" in text
+
+
+def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.result_table(table(renderer), tmp_path) == "### T\n\nNot measured yet.\n"
+
+
+@pytest.mark.parametrize("key", META)
+def test_a_figure_without_its_origin_is_refused(renderer: ModuleType, tmp_path: Path, key: str) -> None:
+    meta = {name: value for name, value in META.items() if name != key}
+    with pytest.raises(renderer.RenderError, match=f"x.json: meta lacks {key}$"):
+        renderer.result_table(table(renderer), write(tmp_path, [cell(1, 1, 1.0, 1.0)], meta))
+
+
+def test_cells_that_do_not_fit_the_table_are_refused(renderer: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(renderer.RenderError, match="x.json: no field 'experts'"):
+        renderer.result_table(table(renderer, group_by=("experts",)), write(tmp_path, [cell(1, 1, 1.0, 1.0)]))
+    with pytest.raises(renderer.RenderError, match="x.json: no cell"):
+        renderer.result_table(table(renderer, where={"k": (2,)}), write(tmp_path, [cell(1, 1, 1.0, 1.0)]))
+    with pytest.raises(renderer.RenderError, match="a row has 2"):
+        renderer.result_table(
+            table(renderer, columns=(renderer.one("ours", "ours_us"),)),
+            write(tmp_path, [cell(1, 1, 1.0, 1.0), cell(1, 2, 1.0, 1.0)]),
+        )
+
+
+@pytest.mark.parametrize("text", ["", "<!-- generated: a -->\n<!-- end: a -->\n" * 2], ids=["missing", "twice"])
+def test_a_generated_part_must_stand_once(renderer: ModuleType, text: str) -> None:
+    with pytest.raises(renderer.RenderError, match="generated: a"):
+        renderer.render(text, {"a": lambda: "x\n"})
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
