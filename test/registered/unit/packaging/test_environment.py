@@ -23,7 +23,7 @@ MAKE_VARIABLES = ("PYTHON", "ENGINE", "VENV")
 
 @pytest.fixture
 def setup_env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``scripts/setup_env.py`` on a copy of its inputs, with enough disk. Starting a process fails until it is faked."""
+    """``scripts/setup_env.py`` on a copy of its inputs, with enough disk. Starting a process fails until faked."""
     spec = importlib.util.spec_from_file_location("setup_env", ROOT / "scripts" / "setup_env.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
