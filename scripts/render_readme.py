@@ -30,7 +30,7 @@ from sglang_w4afp8 import plugin, switches  # noqa: E402
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmark" / "results"
 # A figure without these cannot be reproduced. "command" is last: it is the longest.
-META_KEYS = ("gpu", "driver", "torch", "triton", "engine", "command")
+META_KEYS = ("gpu", "driver", "torch", "triton", "sglang", "command")
 
 Cell = Mapping[str, Any]
 
@@ -151,7 +151,7 @@ def result_table(table: ResultTable, results: Path) -> str:
         return f"{head}Not measured yet.\n"
     try:
         data = json.loads(path.read_text())
-        missing = [key for key in META_KEYS if key not in data["meta"]]
+        missing = [key for key in META_KEYS if not data["meta"].get(key)]
         if missing:
             raise RenderError(f"{path}: meta lacks {', '.join(missing)}")
         cells = [cell for cell in data["cells"] if all(cell[name] in values for name, values in table.where.items())]

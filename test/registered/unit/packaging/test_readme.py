@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=2, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[4]
-META = {"gpu": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3", "engine": "0.5.23", "command": "python b.py"}
+META = {"gpu": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3", "sglang": "0.5.23", "command": "python b.py"}
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,8 @@ def renderer() -> ModuleType:
     return module
 
 
-def write(folder: Path, cells: list[dict[str, Any]], meta: dict[str, str] = META) -> Path:
-    (folder / "x.json").write_text(json.dumps({"meta": meta, "cells": cells}))
+def write(folder: Path, cells: list[dict[str, Any]], meta: Mapping[str, str | None] = META) -> Path:
+    (folder / "x.json").write_text(json.dumps({"meta": dict(meta), "cells": cells}))
     return folder
 
 
@@ -75,7 +76,7 @@ def test_a_results_table_groups_reduces_and_names_its_source(renderer: ModuleTyp
         "| 128 | 1 | 3.00 | 3.00 |\n"
         "| 512 | 2 | 2.00 | 1.00 |\n"
         "| all | 3 | 2.29 | 1.00 |\n"
-        "\ngpu NVIDIA X; driver 1; torch 2; triton 3; engine 0.5.23. "
+        "\ngpu NVIDIA X; driver 1; torch 2; triton 3; sglang 0.5.23. "
         "`python b.py` wrote [x.json](benchmark/results/x.json).\n"
     )
 
@@ -99,9 +100,9 @@ def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: P
 
 @pytest.mark.parametrize("key", META)
 def test_a_figure_without_its_origin_is_refused(renderer: ModuleType, tmp_path: Path, key: str) -> None:
-    meta = {name: value for name, value in META.items() if name != key}
-    with pytest.raises(renderer.RenderError, match=f"x.json: meta lacks {key}$"):
-        renderer.result_table(table(renderer), write(tmp_path, [cell(1, 1, 1.0, 1.0)], meta))
+    for meta in ({name: value for name, value in META.items() if name != key}, META | {key: None}):
+        with pytest.raises(renderer.RenderError, match=f"x.json: meta lacks {key}$"):
+            renderer.result_table(table(renderer), write(tmp_path, [cell(1, 1, 1.0, 1.0)], meta))
 
 
 def test_cells_that_do_not_fit_the_table_are_refused(renderer: ModuleType, tmp_path: Path) -> None:
