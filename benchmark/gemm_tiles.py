@@ -1,0 +1,380 @@
+"""Sweep of the grouped GEMM's tiles on one GPU: probe, measure, choose, verify; results, tuned table and chart.
+
+    python3 benchmark/gemm_tiles.py --output benchmark/results/h200/gemm_tiles.json
+    python3 benchmark/gemm_tiles.py --kernel-library .../common_ops.abi3.so --kernel-version 0.4.5 --output out.json
+    python3 benchmark/gemm_tiles.py --merge a.json b.json --output benchmark/results/h200/gemm_tiles.json
+    python3 benchmark/gemm_tiles.py --dry-run-cpu --output /tmp/dry.json
+
+Providers of a cell: `engine` (the 3-D call of sglang's low-latency chain), every compiled tile, and `chosen` (what serving
+would pick from the table that this run measured). The floor is the time to read the live experts' weights and scales at the
+bandwidth of a large device copy, measured in the same run. Errors are relative to a float reference over sampled rows.
+
+Resumable: cells that the output file already holds are not measured again. No speed-up is given where the engine is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+from sglang_w4afp8 import tuned_config  # noqa: E402
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble  # noqa: E402
+from sglang_w4afp8.srt.layers.moe import w4a8_gemm  # noqa: E402
+from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning  # noqa: E402
+
+MODELS = {
+    "deepseek-v3": tuning.DEEPSEEK_SHAPES,
+    "kimi": ((4096, 3584), (3584, 1536)),
+    "glm": ((4096, 6144), (6144, 2048)),
+}
+# The most important first: a run that meets its time limit has them.
+EXPERTS = (64, 256, 32, 128, 8)
+# Buffers where the engine's call is wrong: (experts, padded rows), measured at a few rows for the error and our time.
+ENGINE_WRONG = ((64, 384), (128, 256), (256, 128))
+ENGINE_WRONG_ROWS = (8, 32)
+# A killed run loses no more than this.
+SAVE_EVERY_S = 3.0
+
+
+def load_kernel(library: Path | None, version: str | None) -> tuple[w4a8_gemm.Kernel, str]:
+    """The grouped GEMM and its version: from a plain op library, or from the installed sgl_kernel."""
+    if library is None:
+        import sgl_kernel
+
+        return sgl_kernel.cutlass_w4a8_moe_mm, version or w4a8_gemm.kernel_version() or sgl_kernel.__version__
+    if version is None:
+        raise SystemExit("--kernel-library needs --kernel-version")
+    torch.ops.load_library(str(library))
+    return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, version
+
+
+def driver_version() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def plan(models: Sequence[str], experts: Sequence[int], rows: Sequence[int], routings: Sequence[str]) -> list[list]:
+    """Cells, one list a model; a model's cells share the GPU's memory."""
+    groups = []
+    for model in models:
+        cells = tuning.plan_cells(MODELS[model], experts, rows, routings)
+        for num_experts, padded in ENGINE_WRONG:
+            if num_experts in experts:
+                wrong_rows = [r for r in ENGINE_WRONG_ROWS if r in rows and 2 * r <= padded]
+                cells += tuning.plan_cells(
+                    MODELS[model], (num_experts,), wrong_rows, ("random",), {num_experts: padded}
+                )
+        groups.append(cells)
+    return groups
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """One flat row a cell and kernel version, from the verify stage where there is one."""
+    rows = []
+    for version, run in runs.items():
+        for entry in run["cells"].values():
+            cell = tuning.Cell(**entry["cell"])
+            measured = entry.get("verify")
+            if measured is None:
+                continue
+            us, errors = measured["us"], measured["rel_err"]
+            best = min((name for name in us if name != "engine"), key=us.__getitem__)
+            # Every weight byte is read at least once, so what the floor counts is what any tile must do.
+            weights = tuning.GemmProblem.weight_bytes(_Sizes(cell.n, cell.k), measured["live_experts"])
+            engine_is_right = errors["engine"] < tuning.MAX_RELATIVE_ERROR
+            ours_is_right = errors["chosen"] < tuning.MAX_RELATIVE_ERROR
+            rows.append(
+                {
+                    **entry["cell"],
+                    "expected_m": cell.expected_m,
+                    "kernel_version": version,
+                    "engine_us": us["engine"],
+                    "ours_us": us["chosen"],
+                    "best_us": us[best],
+                    "floor_us": round(weights / run["copy_bytes_per_us"], 2),
+                    "engine_rel_err": errors["engine"],
+                    "ours_rel_err": errors["chosen"],
+                    "speedup": round(us["engine"] / us["chosen"], 3) if engine_is_right and ours_is_right else None,
+                    "chosen": entry["chosen"],
+                    "best": entry["chosen"] if best == "chosen" else best,
+                    "rule": entry["rule"],
+                    "rule_us": rule_time(run, entry),
+                    "max_rows": measured["max_rows"],
+                    "spread": max(measured["spread"].values()),
+                }
+            )
+    return rows
+
+
+class _Sizes:
+    """The two sizes that `GemmProblem.weight_bytes` reads, without its buffers."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.n, self.k = n, k
+
+
+def rule_time(run: dict[str, Any], entry: dict[str, Any]) -> float | None:
+    """us of what the default rule would pick, from the sweep stage: the time of the bucket that its `m` falls in."""
+    cell = tuning.Cell(**entry["cell"])
+    choice = w4a8_gemm.choose_tile(cell.n, cell.k, cell.experts, cell.padded, cell.expected_m, tuning.MODEL_TOPK, None)
+    us = entry["sweep"]["us"]
+    if choice.as_shipped:
+        return us.get(w4a8_gemm.AS_SHIPPED, us["engine"])
+    buckets = tuning.probed_buckets(run["probes"][f"{cell.n}x{cell.k}"])
+    bucket = next(b for b in buckets if b.high is None or choice.m <= b.high)
+    same = [b.name for b in buckets if b == bucket or (b.kernel is not None and b.kernel == bucket.kernel)]
+    return next((us[name] for name in same if name in us), None)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the issue asks for: both DeepSeek GEMMs together at E = 64, the worst speed-up, the largest gap to the best."""
+    result: dict[str, Any] = {}
+    for version in sorted({row["kernel_version"] for row in rows}):
+        mine = [row for row in rows if row["kernel_version"] == version]
+        right = [row for row in mine if row["speedup"] is not None]
+        layers: dict[str, dict[str, float]] = {}
+        for routing in tuning.ROUTINGS:
+            for mean in tuning.ROWS:
+                pair = [
+                    row
+                    for row in right
+                    if (row["n"], row["k"]) in tuning.DEEPSEEK_SHAPES
+                    and (row["experts"], row["rows"], row["routing"]) == (64, mean, routing)
+                ]
+                if len(pair) == 2:
+                    ratio = sum(row["engine_us"] for row in pair) / sum(row["ours_us"] for row in pair)
+                    layers.setdefault(routing, {})[str(mean)] = round(ratio, 3)
+        gaps = [row["ours_us"] / row["best_us"] for row in mine if row["routing"] == "random"]
+        rules = [row["engine_us"] / row["rule_us"] for row in right if row["rule_us"] is not None]
+        result[version] = {
+            "speedup_two_gemms_e64": layers,
+            "worst_speedup": min((row["speedup"] for row in right), default=None),
+            "worst_rule_speedup": round(min(rules), 3) if rules else None,
+            "largest_gap_to_best_random": round(max(gaps), 3) if gaps else None,
+            "largest_ours_rel_err": max((row["ours_rel_err"] for row in mine), default=None),
+            "cells": len(mine),
+        }
+    return result
+
+
+def finish(document: dict[str, Any]) -> None:
+    document["rows"] = result_rows(document["runs"])
+    document["summary"] = summary(document["rows"])
+
+
+def write_tables(document: dict[str, Any], directory: Path) -> list[Path]:
+    """One tuned file a kernel version."""
+    paths = []
+    for version, run in document["runs"].items():
+        path = tuning.table_path(directory, run["metadata"]["gpu"], version)
+        tuned_config.write_tuned(path, run["metadata"], tuning.table_data(run))
+        paths.append(path)
+    return paths
+
+
+def draw_chart(document: dict[str, Any], path: Path, experts: int = 64) -> None:
+    """us over rows: as shipped, chosen, best possible, floor; one panel per GEMM, from the results alone (no GPU)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [r for r in document["rows"] if r["routing"] == "random" and r["speedup"]]
+    measured = {r["experts"] for r in rows}
+    experts = experts if experts in measured else max(measured, default=0)
+    rows = [r for r in rows if r["experts"] == experts]
+    panels = sorted({(r["kernel_version"], r["n"], r["k"]) for r in rows})
+    if not panels:
+        return
+    columns = min(len(panels), 2)
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(6.4 * columns, 4.4 * lines), squeeze=False)
+    styles = (
+        ("engine_us", "as shipped", "C3", "-", "o"),
+        ("ours_us", "chosen", "C0", "-", "o"),
+        ("best_us", "best possible", "C2", ":", "x"),
+        ("floor_us", "weight-read floor", "0.5", "--", None),
+    )
+    for axis, (version, n, k) in zip(axes.flat, panels, strict=False):
+        points = sorted(
+            (r for r in rows if (r["kernel_version"], r["n"], r["k"]) == (version, n, k)), key=lambda r: r["rows"]
+        )
+        xs = [point["rows"] for point in points]
+        for column, label, color, line, marker in styles:
+            axis.plot(xs, [p[column] for p in points], line, color=color, marker=marker, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(xs, [str(x) for x in xs])
+        axis.set_title(f"n {n}, k {k}, {experts} experts (sglang-kernel {version})", fontsize=10)
+        axis.set_xlabel("mean rows per expert, random routing")
+        axis.set_ylabel("us per call")
+        axis.grid(True, which="both", alpha=0.25)
+        axis.legend(fontsize=8)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    gpu = next(iter(document["runs"].values()))["metadata"]["gpu"]
+    figure.suptitle(f"W4A8 grouped GEMM on one {gpu}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def print_report(document: dict[str, Any]) -> None:
+    for version, run in document["runs"].items():
+        for shape, probe in run["probes"].items():
+            tiles = ", ".join(f"{b.name} {b.kernel}" for b in tuning.probed_buckets(probe))
+            print(f"{version} {shape} ({probe['method']}): {tiles}; engine's call: {probe['engine_tile']}")
+    print(
+        "kernel  n    k    E   M    rows routing  engine  ours    best    floor  x     err_eng  err_ours chosen / best"
+    )
+    for r in document["rows"]:
+        speedup = "  -  " if r["speedup"] is None else f"{r['speedup']:5.2f}"
+        print(
+            f"{r['kernel_version']:6} {r['n']:4} {r['k']:4} {r['experts']:3} {r['padded']:4} {r['rows']:4} "
+            f"{r['routing']:7} {r['engine_us']:7.0f} {r['ours_us']:7.0f} {r['best_us']:7.0f} {r['floor_us']:6.0f} "
+            f"{speedup} {r['engine_rel_err']:.5f} {r['ours_rel_err']:.5f} {r['chosen']} / {r['best']}"
+        )
+    print(json.dumps(document["summary"], indent=1))
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+def save(document: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=None, separators=(",", ":")) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"runs": {}}
+
+
+def dry_run_names(double: CompiledDispatchDouble) -> Callable[..., list[str]]:
+    """Stands for the profiler: names a tile by the branch that the double took."""
+
+    def names(calls: Sequence[Callable[[], None]], device: torch.device) -> list[str]:
+        del double.calls[:]
+        for call in calls:
+            call()
+        return [f"{c.n} {c.k} {c.bucket}" if (c.n, c.k) in double.limits else f"{c.bucket}" for c in double.calls]
+
+    return names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kernel-library", type=Path, help="op library of sglang-kernel (common_ops); else import it")
+    parser.add_argument("--kernel-version", help="version of sglang-kernel, where the library does not say")
+    parser.add_argument("--models", nargs="+", default=["deepseek-v3"], choices=list(MODELS))
+    parser.add_argument("--experts", nargs="+", type=int, default=list(EXPERTS))
+    parser.add_argument("--rows", nargs="+", type=int, default=list(tuning.ROWS))
+    parser.add_argument("--routings", nargs="+", default=list(tuning.ROUTINGS))
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="no cell starts after this")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmark/results/h200/gemm_tiles.json")
+    parser.add_argument("--resume-from", type=Path, help="start from the cells of this file")
+    parser.add_argument("--table-dir", type=Path, help="also write the tuned files here")
+    parser.add_argument("--merge", nargs="+", type=Path, help="join result files instead of measuring (no GPU)")
+    parser.add_argument("--chart", action="store_true", help="also draw the chart beside the output")
+    parser.add_argument("--dry-run-cpu", action="store_true", help="the CPU double at tiny sizes: checks this script")
+    options = parser.parse_args(arguments)
+
+    if options.merge:
+        document: dict[str, Any] = {"runs": {}}
+        for path in options.merge:
+            for version, run in load(path)["runs"].items():
+                kept = document["runs"].setdefault(version, run)
+                for part in ("probes", "cells"):
+                    kept[part] = {**kept[part], **run[part]}
+        complete = True
+    else:
+        document = load(options.resume_from or options.output)
+        complete = measure(document, options)
+    finish(document)
+    save(document, options.output)
+    if options.table_dir:
+        print("tables:", *write_tables(document, options.table_dir))
+    if options.chart:
+        draw_chart(document, options.output.with_suffix(".png"))
+    print_report(document)
+    print("COMPLETE" if complete else "TIME LIMIT: run again to go on")
+    wrong = [r for r in document["rows"] if not r["ours_rel_err"] < tuning.MAX_RELATIVE_ERROR]
+    if wrong:
+        print(f"WRONG RESULTS in {len(wrong)} cells", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
+    from tqdm import tqdm
+
+    started = saved = time.monotonic()
+    names = tuning.kernel_names
+    if options.dry_run_cpu:
+        device = torch.device("cpu")
+        shapes = ((256, 1024), (512, 512))
+        limits = dict(zip(shapes, ((4, 32, 256, 1024, 4096), (8, 512, 4096)), strict=True))
+        kernel = CompiledDispatchDouble(limits={**limits, None: (32, 1024)})
+        version, gpu = "0.0.0", "NVIDIA H200 (double)"
+        names = dry_run_names(kernel)
+        tuning.LARGEST_M = 4096 * 2
+        groups = [
+            tuning.plan_cells(shapes, (2, 4), (1, 4, 16), options.routings, {2: 1024, 4: 512})
+            + tuning.plan_cells(shapes, (4,), (4,), ("random",), {4: 384})
+        ]
+    else:
+        device = torch.device("cuda", torch.cuda.current_device())
+        kernel, version = load_kernel(options.kernel_library, options.kernel_version)
+        gpu = torch.cuda.get_device_name(device)
+        groups = plan(options.models, options.experts, options.rows, options.routings)
+    run = document["runs"].setdefault(version, {"probes": {}, "cells": {}})
+    run["metadata"] = {**tuning.table_metadata(gpu, version), "driver": driver_version()}
+    run["command"] = " ".join(["python3", "benchmark/gemm_tiles.py", *sys.argv[1:]])
+    complete = True
+    for cells in groups:
+        missing = sum(
+            2 - sum(stage in run["cells"].get(cell.key, {}) for stage in ("sweep", "verify")) for cell in cells
+        )
+        with tqdm(total=missing, unit="cell", mininterval=5, file=sys.stdout) as bar:
+
+            def done(cell: tuning.Cell, stage: str, bar: tqdm = bar) -> None:
+                nonlocal saved
+                bar.set_postfix_str(f"{stage} {cell.key}", refresh=False)
+                bar.update()
+                if time.monotonic() - saved > SAVE_EVERY_S:
+                    save(document, options.output)
+                    saved = time.monotonic()
+
+            deadline = started + options.time_limit_s
+            try:
+                finished = tuning.run_sweep(
+                    run, cells, kernel, device, deadline=deadline, repeats=options.repeats, done=done, names=names
+                )
+            finally:
+                save(document, options.output)
+        complete &= finished
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return complete
+
+
+if __name__ == "__main__":
+    sys.exit(main())

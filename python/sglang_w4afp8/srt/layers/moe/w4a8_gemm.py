@@ -1,0 +1,477 @@
+"""The grouped GEMM of the low-latency chain: right with every buffer size, and the right tile for the rows.
+
+`sgl_kernel.cutlass_w4a8_moe_mm` chooses its tile from `m = a.size(0) / topk`, `n = d.size(1)` and `k = a.size(1)`. The
+engine passes 3-D tensors, so the compiled code sees `m = E / topk` and `n = k = M` (the padded rows): it never reaches a
+tuned tile, and where `M % 512 != 0` it takes a K tile of 128 and reads the interleaved scales in the wrong order (relative
+error 0.61). Here the same kernel gets 2-D views and the row offsets `arange(E) * M`; it then sees the true `n` and `k`, and
+`topk` only selects the tile: `m = E * M // topk`.
+
+us per GEMM on one H200, E = 64, M = 512 (the engine's call / best tile):
+
+    rows   (4096, 7168)     (7168, 2048)
+    8      337 / 326        204 / 204
+    16     468 / 352        282 / 211
+    32     777 / 493        466 / 294
+    128    2526 / 1332      1412 / 691
+
+Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. Choosing at run time from the live
+row counts was rejected: they are on the device, and a captured graph fixes the tile at capture.
+
+A choice is only ever a matter of speed: every tile gives the right result for every number of rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata as importlib_metadata
+from typing import Any
+
+import torch
+
+from sglang_w4afp8 import tuned_config
+
+logger = logging.getLogger(__name__)
+
+GROUP_SIZE = 128
+# The K tile of the engine's 3-D call is right only where the padded rows, which it takes for k, are a multiple of this.
+ENGINE_ROW_MULTIPLE = 512
+# Name of the candidate that keeps the engine's 3-D call.
+AS_SHIPPED = "as_shipped"
+# Names of choices that come from DEFAULT_RULE.
+RULE_PREFIX = "rule:"
+# Kernel launches whose expert offsets must fit int32.
+INT32_MAX = 2**31 - 1
+# Without an estimate: the rows at which the engine's tile and the tuned one are nearly the same speed.
+ROWS_WITHOUT_ESTIMATE = 8
+TABLE_KIND = "gemm_tiles"
+# What later engines may call the expected rows, once their signature carries them.
+EXPECTED_ROWS_PARAMETERS = ("expected_m_per_group", "expected_m", "expected_rows")
+KERNEL_PARAMETERS = frozenset(
+    (
+        "d",
+        "a",
+        "b",
+        "a_scales",
+        "b_scales",
+        "experts_offsets",
+        "expert_offsets",
+        "problem_sizes",
+        "a_strides",
+        "b_strides",
+        "d_strides",
+        "s_strides",
+        "chunk_size",
+        "topk",
+    )
+)
+
+Kernel = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class TileBucket:
+    """The values of the dispatch's `m` that lead to one tile.
+
+    Attributes:
+        low, high: first and last `m`, both included; `high` is None where there is no upper limit.
+        kernel: short name of the compiled tile, where the probe could read it.
+    """
+
+    low: int
+    high: int | None
+    kernel: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"m{self.low}+" if self.high is None else f"m{self.low}-{self.high}"
+
+    def topk_for(self, total_rows: int) -> int | None:
+        """The smallest `topk` with `total_rows // topk` in this bucket, or None where integer division skips it."""
+        topk = 1 if self.high is None else total_rows // (self.high + 1) + 1
+        return topk if total_rows // topk >= self.low else None
+
+
+def buckets_from_limits(limits: Sequence[int], kernels: Sequence[str | None] | None = None) -> tuple[TileBucket, ...]:
+    """Buckets from the upper `m` of all but the last: `(4, 32)` gives m1-4, m5-32 and m33+."""
+    lows = (1, *(limit + 1 for limit in limits))
+    highs = (*limits, None)
+    names = kernels if kernels is not None else [None] * len(lows)
+    return tuple(TileBucket(low, high, name) for low, high, name in zip(lows, highs, names, strict=True))
+
+
+@dataclass(frozen=True)
+class TileChoice:
+    """How to call the kernel: with the engine's 3-D tensors, or with 2-D views and this `topk`.
+
+    Attributes:
+        name: the bucket's name, or `as_shipped`.
+        topk: the divisor that selects the tile.
+        m: what the compiled dispatch makes of it.
+    """
+
+    name: str
+    topk: int
+    m: int
+
+    @property
+    def as_shipped(self) -> bool:
+        return self.name == AS_SHIPPED
+
+    @property
+    def measured(self) -> bool:
+        """Whether a measured table named this bucket."""
+        return not self.as_shipped and not self.name.startswith(RULE_PREFIX)
+
+
+@dataclass(frozen=True)
+class ShapeTable:
+    """Measured tiles of one (n, k): the buckets, and per (experts, rows) their names from best to worst."""
+
+    buckets: tuple[TileBucket, ...]
+    orders: Mapping[tuple[int, int], tuple[str, ...]]
+
+    def order(self, num_experts: int, rows: float) -> tuple[str, ...]:
+        """Names from best to worst at the nearest measured (experts, rows), nearest on a logarithmic scale.
+
+        Measured values are powers of two, so the nearest one to 24 rows is 32 and to 22 rows 16; a tie goes to the larger.
+        """
+        experts = _nearest(sorted({key[0] for key in self.orders}), num_experts)
+        return self.orders[experts, _nearest(sorted(r for e, r in self.orders if e == experts), rows)]
+
+
+@dataclass(frozen=True)
+class GemmTileTable:
+    """The measured table of one GPU and sglang-kernel version, by (n, k)."""
+
+    shapes: Mapping[tuple[int, int], ShapeTable] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> GemmTileTable:
+        """From the `data` of a tuned file. Raises KeyError, TypeError or ValueError where it is malformed."""
+        shapes = {}
+        for shape in data["shapes"]:
+            buckets = tuple(TileBucket(int(b["low"]), b["high"], b.get("kernel")) for b in shape["buckets"])
+            known = {bucket.name for bucket in buckets} | {AS_SHIPPED}
+            orders = {}
+            for choice in shape["choices"]:
+                order = tuple(choice["order"])
+                if not order or not known.issuperset(order):
+                    raise ValueError(f"order: {order} names no bucket of n {shape['n']}, k {shape['k']}")
+                orders[int(choice["experts"]), int(choice["rows"])] = order
+            if not buckets or not orders:
+                raise ValueError(f"shapes: n {shape['n']}, k {shape['k']} has no buckets or no choices")
+            shapes[int(shape["n"]), int(shape["k"])] = ShapeTable(buckets, orders)
+        return cls(shapes)
+
+
+@dataclass(frozen=True)
+class DefaultRule:
+    """Without a table: `(rows up to, m, whether the engine's call comes first)`, in order; the last has no limit.
+
+    Integer division gives anything from `m` to `2 * m - 1`; all of that lies inside one bucket of sglang-kernel 0.4.5 and
+    0.4.7.
+    """
+
+    steps: tuple[tuple[float, int, bool], ...]
+
+    def step(self, rows: float) -> tuple[int, bool]:
+        for limit, m, as_shipped in self.steps:
+            if rows <= limit:
+                return m, as_shipped
+        raise ValueError(f"rows: no step for {rows}")
+
+
+# By (n, k), None for any other shape.
+# (4096, 7168): 16-row tiles in clusters of two up to 11 rows, then 32-row tiles, 64-row tiles from 91 rows.
+# (7168, 2048): the engine's 16-row tile has no bucket of its own; where its call is right it is the fastest up to 11 rows.
+# Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
+DEFAULT_RULE: Mapping[tuple[int, int] | None, DefaultRule] = {
+    (4096, 7168): DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
+    (7168, 2048): DefaultRule(((11, 256, True), (45, 256, False), (math.inf, 2048, False))),
+    None: DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
+}
+
+
+def expected_rows_per_expert(expected_m: int | None) -> float:
+    """Mean rows per expert behind the dispatcher's `expected_m = (tokens * ranks * topk + E) // E`, which is one above."""
+    return ROWS_WITHOUT_ESTIMATE if expected_m is None else max(1, expected_m - 1)
+
+
+def choose_tile(
+    n: int,
+    k: int,
+    num_experts: int,
+    padded_rows: int,
+    expected_m: int | None,
+    topk: int,
+    table: GemmTileTable | None = None,
+) -> TileChoice:
+    """Tile for one GEMM, from the measured table or, for a shape it lacks, from `DEFAULT_RULE`.
+
+    Args:
+        n, k: the GEMM's output and input width.
+        num_experts: local experts E.
+        padded_rows: rows M of each expert's buffer.
+        expected_m: the dispatcher's estimate, constant for one captured graph.
+        topk: the model's, used as it is where the engine's own call is kept.
+        table: measured table of this GPU and kernel version.
+    """
+    total_rows = num_experts * padded_rows
+    rows = expected_rows_per_expert(expected_m)
+    engine_is_right = engine_gemm_is_right(padded_rows, k)
+    shape = table.shapes.get((n, k)) if table is not None else None
+    if shape is not None:
+        buckets = {bucket.name: bucket for bucket in shape.buckets}
+        for name in shape.order(num_experts, rows):
+            if name == AS_SHIPPED:
+                if engine_is_right:
+                    return _as_shipped(num_experts, topk)
+                continue
+            bucket_topk = buckets[name].topk_for(total_rows)
+            if bucket_topk is not None:
+                return TileChoice(name, bucket_topk, total_rows // bucket_topk)
+    m, engine_first = DEFAULT_RULE.get((n, k), DEFAULT_RULE[None]).step(rows)
+    if engine_first and engine_is_right:
+        return _as_shipped(num_experts, topk)
+    rule_topk = max(1, total_rows // m)
+    return TileChoice(f"{RULE_PREFIX}m{m}", rule_topk, total_rows // rule_topk)
+
+
+def engine_gemm_is_right(padded_rows: int, k: int = ENGINE_ROW_MULTIPLE) -> bool:
+    """Whether the engine's 3-D call gives the right result: the K tile that it gets from the padded rows suits `k`.
+
+    Weight scales are interleaved by four where `k` is a multiple of 512, which every supported model's is, else by one.
+    """
+    return (padded_rows % ENGINE_ROW_MULTIPLE == 0) == (k % ENGINE_ROW_MULTIPLE == 0)
+
+
+def _as_shipped(num_experts: int, topk: int) -> TileChoice:
+    # More than 32 experts a unit of topk would leave the 16-row tile, the one that was measured.
+    topk = max(topk, -(-num_experts // 32))
+    return TileChoice(AS_SHIPPED, topk, num_experts // topk)
+
+
+def _nearest(measured: Sequence[int], value: float) -> int:
+    return min(measured, key=lambda candidate: (abs(math.log2(candidate) - math.log2(max(value, 1))), -candidate))
+
+
+def kernel_version() -> str | None:
+    """Version of the installed sglang-kernel package, or None."""
+    for package in ("sglang-kernel", "sgl-kernel"):
+        try:
+            return importlib_metadata.version(package)
+        except importlib_metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+@lru_cache(maxsize=None)
+def installed_table() -> GemmTileTable | None:
+    """The table for this process's GPU and sglang-kernel; says once in the log which one, or that the rule is used."""
+    gpu, version = tuned_config.gpu_name(), kernel_version()
+    if gpu is None or version is None:
+        logger.info("w4afp8: grouped GEMM tiles by the default rule (GPU %s, sglang-kernel %s)", gpu, version)
+        return None
+    return tuned_config.load_tuned(
+        TABLE_KIND,
+        (gpu, version),
+        {"gpu": gpu, "kernel_version": version},
+        GemmTileTable.parse,
+        fallback="the default rule for grouped GEMM tiles",
+    )
+
+
+@dataclass(frozen=True)
+class EngineGemmSignature:
+    """What the engine's kernel takes.
+
+    Attributes:
+        expected_rows_parameter: name of the parameter that carries the expected rows itself, or None.
+        stand_down_reason: why this wrapper must not call the kernel, or None.
+    """
+
+    expected_rows_parameter: str | None = None
+    stand_down_reason: str | None = None
+
+
+def engine_gemm_takes_expected_rows(kernel: Kernel | None = None) -> EngineGemmSignature:
+    """Inspect the kernel's Python signature: a later engine may carry the expected rows itself, or anything else.
+
+    A known name of the expected rows is passed on; any other unknown parameter, or a missing one, makes the patch stand down.
+    """
+    kernel = kernel if kernel is not None else _engine_kernel()
+    try:
+        parameters = inspect.signature(kernel).parameters
+    except (TypeError, ValueError) as error:
+        return EngineGemmSignature(stand_down_reason=f"signature of cutlass_w4a8_moe_mm cannot be read ({error})")
+    names = [
+        name for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) and name != "self"
+    ]
+    expected = next((name for name in EXPECTED_ROWS_PARAMETERS if name in names), None)
+    unknown = [name for name in names if name not in KERNEL_PARAMETERS and name not in EXPECTED_ROWS_PARAMETERS]
+    if unknown:
+        return EngineGemmSignature(stand_down_reason=f"cutlass_w4a8_moe_mm takes unknown {', '.join(unknown)}")
+    if "topk" not in names:
+        return EngineGemmSignature(expected, stand_down_reason="cutlass_w4a8_moe_mm takes no topk")
+    return EngineGemmSignature(expected)
+
+
+def _engine_kernel() -> Kernel:
+    from sgl_kernel import cutlass_w4a8_moe_mm
+
+    return cutlass_w4a8_moe_mm
+
+
+@lru_cache(maxsize=None)
+def _engine_kernel_and_signature() -> tuple[Kernel, EngineGemmSignature]:
+    kernel = _engine_kernel()
+    return kernel, engine_gemm_takes_expected_rows(kernel)
+
+
+_offsets: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+_warned: set[Any] = set()
+
+
+def expert_row_offsets(num_experts: int, padded_rows: int, device: torch.device) -> torch.Tensor:
+    """First row of every expert in the 2-D view, int32 `[E]`: `arange(E) * M`. Made once per (E, M, device).
+
+    A first call under graph capture is not kept: the kernel that writes it is recorded in that graph, so another graph or an
+    eager call that shared the tensor could read it before it was written. It costs that graph one node a call; `prepare`
+    avoids it.
+    """
+    key = (num_experts, padded_rows, device)
+    offsets = _offsets.get(key)
+    if offsets is None:
+        if num_experts * padded_rows > INT32_MAX:
+            raise ValueError(f"num_experts: {num_experts} x {padded_rows} rows, must be below 2**31 rows in all")
+        offsets = torch.arange(0, num_experts * padded_rows, padded_rows, dtype=torch.int32, device=device)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            _warn_once("capture", "w4afp8: expert offsets first needed under graph capture, recorded in the graph")
+        else:
+            _offsets[key] = offsets
+    return offsets
+
+
+def prepare(num_experts: int, padded_rows: int, device: torch.device) -> None:
+    """Make what a captured call needs (the expert offsets), outside capture."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    expert_row_offsets(num_experts, padded_rows, device)
+
+
+def w4a8_grouped_gemm(
+    out: torch.Tensor,
+    a: torch.Tensor,
+    w_q: torch.Tensor,
+    a_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    expert_offsets: torch.Tensor,
+    problem_sizes: torch.Tensor,
+    a_strides: torch.Tensor,
+    b_strides: torch.Tensor,
+    c_strides: torch.Tensor,
+    s_strides: torch.Tensor,
+    *,
+    expected_m: int | None,
+    topk: int,
+    kernel: Kernel | None = None,
+    choice: TileChoice | None = None,
+) -> None:
+    """W4A8 grouped GEMM over DeepEP's padded buffers, into `out`'s live rows; padding rows are left as they are.
+
+    Args:
+        out: bf16 `[E, M, N]`, contiguous.
+        a: fp8 e4m3 `[E, M, K]`, contiguous.
+        w_q: int8 `[E, N, K/2]`, two int4 a byte, low nibble first.
+        a_scale: fp32 `[1]`.
+        w_scale: bf16 `[E, K/512, N*4]`, interleaved by four (`[E, K/128, N]` where K/128 is no multiple of four).
+        expert_offsets: int32 `[E]` or `[E+1]`, the engine's; only passed where its own 3-D call is kept, which ignores it.
+        problem_sizes: int32 `[E, 3]`: (N, live rows, K) an expert.
+        a_strides, b_strides, c_strides, s_strides: int64 `[E, 3]`, the engine's.
+        expected_m: the dispatcher's estimate of rows per expert; a hint, any value gives the right result.
+        topk: the model's experts per token; used only where the engine's own call is kept.
+        kernel: instead of `sgl_kernel.cutlass_w4a8_moe_mm` (tests, benchmarks).
+        choice: instead of `choose_tile` (tests, benchmarks).
+
+    Raises:
+        ValueError: `out` or `a` is not a contiguous 3-D tensor, or their sizes do not belong together.
+    """
+    _check_operands(out, a, w_q)
+    num_experts, padded_rows, k = a.shape
+    n = out.shape[2]
+    if kernel is None:
+        kernel, signature = _engine_kernel_and_signature()
+    else:
+        signature = EngineGemmSignature()
+    if choice is None:
+        choice = _cached_choice(n, k, num_experts, padded_rows, expected_m, topk)
+    if signature.stand_down_reason is not None:
+        _warn_once("stand down", f"w4afp8: grouped GEMM called as the engine does: {signature.stand_down_reason}")
+        choice = TileChoice(AS_SHIPPED, topk, num_experts // topk)
+    extra = {}
+    if signature.expected_rows_parameter is not None:
+        # A measured bucket names its m; without one the engine's own estimate is passed on.
+        estimate = choice.m if choice.measured else expected_m
+        extra[signature.expected_rows_parameter] = max(1, estimate or ROWS_WITHOUT_ESTIMATE)
+    strides = (problem_sizes, a_strides, b_strides, c_strides, s_strides)
+    if choice.as_shipped:
+        offsets = expert_offsets[:num_experts]
+        kernel(out, a, w_q, a_scale, w_scale, offsets, *strides, GROUP_SIZE, choice.topk, **extra)
+        return
+    offsets = expert_row_offsets(num_experts, padded_rows, a.device)
+    rows_a, rows_out = a.view(-1, k), out.view(-1, n)
+    kernel(rows_out, rows_a, w_q, a_scale, w_scale, offsets, *strides, GROUP_SIZE, choice.topk, **extra)
+
+
+@lru_cache(maxsize=4096)
+def _cached_choice(n: int, k: int, num_experts: int, padded_rows: int, expected_m: int | None, topk: int) -> TileChoice:
+    return choose_tile(n, k, num_experts, padded_rows, expected_m, topk, installed_table())
+
+
+def clear_cache() -> None:
+    """Forget the table, the choices made from it, the kernel and what was logged (for tests, and after tuning)."""
+    for cached in (installed_table, _cached_choice, _engine_kernel_and_signature):
+        cached.cache_clear()
+    _offsets.clear()
+    _warned.clear()
+
+
+def _check_operands(out: torch.Tensor, a: torch.Tensor, w_q: torch.Tensor) -> None:
+    for name, tensor in (("out", out), ("a", a)):
+        if tensor.dim() != 3 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()}, must be 3-D and contiguous"
+            )
+    wanted = (a.shape[0], out.shape[2], a.shape[2] // 2)
+    if tuple(w_q.shape) != wanted or out.shape[:2] != a.shape[:2]:
+        raise ValueError(
+            f"w_q: shape {tuple(w_q.shape)} with a {tuple(a.shape)} and out {tuple(out.shape)}, must be [E, N, K/2]"
+        )
+
+
+def warn_if_engine_gemm_is_wrong(padded_rows: int, k: int = ENGINE_ROW_MULTIPLE) -> bool:
+    """Say once per buffer size that the engine's own grouped GEMM is wrong there; for chains with this patch off.
+
+    Returns whether it is wrong: see `engine_gemm_is_right`.
+    """
+    wrong = not engine_gemm_is_right(padded_rows, k)
+    if wrong:
+        _warn_once(
+            ("engine", padded_rows),
+            f"w4afp8: the engine's W4A8 grouped GEMM gives WRONG RESULTS with {padded_rows} padded rows per expert (no "
+            f"multiple of {ENGINE_ROW_MULTIPLE}: it reads the weight scales in the wrong order). Turn the `gemm` patch on, "
+            "or set SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK so that it times the ranks is a multiple of "
+            f"{ENGINE_ROW_MULTIPLE}.",
+        )
+    return wrong
+
+
+def _warn_once(key: Any, message: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message)
