@@ -5,18 +5,19 @@
     python3 benchmark/gemm_tiles.py --merge a.json b.json --output benchmark/results/h200/gemm_tiles.json
     python3 benchmark/gemm_tiles.py --dry-run-cpu --output /tmp/dry.json
 
-Providers of a cell: `engine` (the 3-D call of sglang's low-latency chain), every compiled tile, and `chosen` (what serving
-would pick from the table that this run measured). The floor is the time to read the live experts' weights and scales at the
-bandwidth of a large device copy, measured in the same run. Errors are relative to a float reference over sampled rows.
+Providers of a cell: `engine` (the 3-D call of sglang's low-latency chain), every compiled tile, and `chosen` (what
+serving would pick from the table that this run measured). The floor is the time to read the live experts' weights and
+scales at the bandwidth of a large device copy, measured in the same run. Errors are relative to a float reference over
+sampled rows.
 
-Resumable: cells that the output file already holds are not measured again. No speed-up is given where the engine is wrong.
+Resumable: cells that the output file already holds are not measured again. No speed-up is given where the engine is
+wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
 from sglang_w4afp8 import tuned_config  # noqa: E402
+from sglang_w4afp8.bench.measure import run_metadata  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning  # noqa: E402
@@ -57,14 +59,6 @@ def load_kernel(library: Path | None, version: str | None) -> tuple[w4a8_gemm.Ke
         raise SystemExit("--kernel-library needs --kernel-version")
     torch.ops.load_library(str(library))
     return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, version
-
-
-def driver_version() -> str:
-    try:
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
 
 
 def plan(models: Sequence[str], experts: Sequence[int], rows: Sequence[int], routings: Sequence[str]) -> list[list]:
@@ -97,7 +91,7 @@ def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
             us, errors = measured["us"], measured["rel_err"]
             best = min((name for name in us if name != "engine"), key=us.__getitem__)
             # Every weight byte is read at least once, so what the floor counts is what any tile must do.
-            weights = tuning.GemmProblem.weight_bytes(_Sizes(cell.n, cell.k), measured["live_experts"])
+            weights = tuning.weight_bytes(cell.n, cell.k, measured["live_experts"])
             engine_is_right = errors["engine"] < tuning.MAX_RELATIVE_ERROR
             ours_is_right = errors["chosen"] < tuning.MAX_RELATIVE_ERROR
             rows.append(
@@ -123,13 +117,6 @@ def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-class _Sizes:
-    """The two sizes that `GemmProblem.weight_bytes` reads, without its buffers."""
-
-    def __init__(self, n: int, k: int) -> None:
-        self.n, self.k = n, k
-
-
 def rule_time(run: dict[str, Any], entry: dict[str, Any]) -> float | None:
     """us of what the default rule would pick, from the sweep stage: the time of the bucket that its `m` falls in."""
     cell = tuning.Cell(**entry["cell"])
@@ -144,7 +131,7 @@ def rule_time(run: dict[str, Any], entry: dict[str, Any]) -> float | None:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the issue asks for: both DeepSeek GEMMs together at E = 64, the worst speed-up, the largest gap to the best."""
+    """Both DeepSeek GEMMs together at 64 experts, the worst speed-up, and the largest gap to the best tile."""
     result: dict[str, Any] = {}
     for version in sorted({row["kernel_version"] for row in rows}):
         mine = [row for row in rows if row["kernel_version"] == version]
@@ -184,7 +171,9 @@ def write_tables(document: dict[str, Any], directory: Path) -> list[Path]:
     paths = []
     for version, run in document["runs"].items():
         path = tuning.table_path(directory, run["metadata"]["gpu"], version)
-        tuned_config.write_tuned(path, run["metadata"], tuning.table_data(run))
+        kept = (*tuned_config.REQUIRED_METADATA, "torch", "driver", "command", "created")
+        metadata = {key: run["metadata"][key] for key in kept}
+        tuned_config.write_tuned(path, metadata, tuning.table_data(run))
         paths.append(path)
     return paths
 
@@ -346,8 +335,7 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
         gpu = torch.cuda.get_device_name(device)
         groups = plan(options.models, options.experts, options.rows, options.routings)
     run = document["runs"].setdefault(version, {"probes": {}, "cells": {}})
-    run["metadata"] = {**tuning.table_metadata(gpu, version), "driver": driver_version()}
-    run["command"] = " ".join(["python3", "benchmark/gemm_tiles.py", *sys.argv[1:]])
+    run["metadata"] = {**run_metadata(), **tuning.table_metadata(gpu, version)}
     complete = True
     for cells in groups:
         missing = sum(

@@ -2,7 +2,8 @@
 
 A file is `<kind>_<part>_<part>....json`, for example `gemm_tiles_nvidia_h200_0.4.5.json`:
 
-    {"schema": 1, "metadata": {"gpu": ..., "triton": ..., "package_version": ..., "kernel_version": ..., ...}, "data": {...}}
+    {"schema": 1, "metadata": {"gpu": ..., "triton": ..., "package_version": ..., "kernel_version": ..., ...}, "data":
+    {...}}
 
 `load_tuned` finds it by name, checks schema and metadata, and hands `data` to the caller's parser. An absent, stale or
 malformed file never raises while serving: one warning in the log, and the caller's default rule.
@@ -17,7 +18,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +60,7 @@ def clear_cache() -> None:
     gpu_name.cache_clear()
 
 
-@lru_cache(maxsize=None)
+@cache
 def gpu_name(device_index: int | None = None) -> str | None:
     """The GPU's name as tuned files spell it, or None without a GPU."""
     import torch

@@ -1,21 +1,24 @@
 """Plain float reference of the W4A8 grouped GEMM, and a CPU double of the compiled dispatch.
 
-The reference is what every test and benchmark of the grouped GEMM compares with. For expert `e` with `rows[e]` live rows
+The reference is what every test and benchmark of the grouped GEMM compares with. For expert `e` with `rows[e]` live
+rows
 
     out[e, r, n] = a_scale * sum_g w_scale[e, n, g] * sum_{k in group g} a[e, r, k] * w[e, n, k]
 
 Weights are int4 pairs in one byte, low nibble first (the even `k`), two's complement. Weight scales cover 128 values of
-`k` and are stored interleaved by four (`interleave_scales`), because the kernel's K tile of 512 reads four of them as one
-64-bit word. When the number of groups is no multiple of four the engine interleaves by one.
+`k` and are stored interleaved by four (`interleave_scales`), because the kernel's K tile of 512 reads four of them as
+one 64-bit word. When the number of groups is no multiple of four the engine interleaves by one.
 
 `CompiledDispatchDouble` stands for `sgl_kernel.cutlass_w4a8_moe_mm` where there is no GPU: it takes the same arguments,
-reads the sizes as the compiled dispatch does (`m = a.size(0) / topk`, `n = d.size(1)`, `k = a.size(1)`) and makes the same
-mistake when they are wrong: the scales of a K tile of 512 read as if by one.
+reads the sizes as the compiled dispatch does (`m = a.size(0) / topk`, `n = d.size(1)`, `k = a.size(1)`) and makes the
+same mistake when they are wrong: the scales of a K tile of 512 read as if by one.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 
@@ -105,8 +108,8 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
-# Limits of sglang-kernel 0.4.5 and 0.4.7, read from the dispatch's compare instructions: the upper `m` of every bucket but
-# the last, by (n, k); None is every other shape with k a multiple of 512.
+# Limits of sglang-kernel 0.4.5 and 0.4.7, read from the compiled dispatch: the upper `m` of every bucket
+# but the last, by (n, k); None is every other shape with k a multiple of 512.
 COMPILED_LIMITS: dict[tuple[int, int] | None, tuple[int, ...]] = {
     (4096, 7168): (4, 32, 256, 1024, 4096),
     (7168, 2048): (8, 512, 4096),
@@ -124,7 +127,6 @@ class DispatchRecord:
     dims: int
     bucket: int
     k_tile: int
-    expected_rows: int | None = None
 
 
 @dataclass
@@ -155,7 +157,7 @@ class CompiledDispatchDouble:
     ) -> None:
         self._check(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes)
         # A signed 64-bit division kept in an unsigned 32-bit variable.
-        m = int(a.size(0) / topk) & 0xFFFFFFFF
+        m = math.trunc(Fraction(a.size(0), topk)) & 0xFFFFFFFF
         n, k = d.size(1), a.size(1)
         tuned = self.limits.get((n, k))
         k_tile = 512 if tuned is not None or k % 512 == 0 else GROUP_SIZE
@@ -163,11 +165,10 @@ class CompiledDispatchDouble:
         bucket = sum(m > limit for limit in limits)
         self.calls.append(DispatchRecord(m=m, n=n, k=k, dims=a.dim(), bucket=bucket, k_tile=k_tile))
 
-        # The pointer kernel knows both ranks: 3-D reads the padded rows and ignores the offsets, 2-D trusts the offsets.
-        if a.dim() == 3:
-            row_starts = [expert * a.size(1) for expert in range(b.size(0))]
-        else:
-            row_starts = experts_offsets.tolist()
+        # The pointer kernel knows both ranks: 3-D reads the padded rows and ignores the offsets, 2-D trusts the
+        # offsets.
+        padded_starts = range(0, b.size(0) * a.size(1), a.size(1))
+        row_starts = list(padded_starts) if a.dim() == 3 else experts_offsets.tolist()
         true_k, true_n = a.size(-1), d.size(-1)
         flat_a, flat_d = a.reshape(-1, true_k), d.view(-1, true_n)
         for expert, (size_n, rows, size_k) in enumerate(problem_sizes.tolist()):

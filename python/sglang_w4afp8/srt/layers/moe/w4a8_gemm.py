@@ -1,10 +1,10 @@
 """The grouped GEMM of the low-latency chain: right with every buffer size, and the right tile for the rows.
 
 `sgl_kernel.cutlass_w4a8_moe_mm` chooses its tile from `m = a.size(0) / topk`, `n = d.size(1)` and `k = a.size(1)`. The
-engine passes 3-D tensors, so the compiled code sees `m = E / topk` and `n = k = M` (the padded rows): it never reaches a
-tuned tile, and where `M % 512 != 0` it takes a K tile of 128 and reads the interleaved scales in the wrong order (relative
-error 0.61). Here the same kernel gets 2-D views and the row offsets `arange(E) * M`; it then sees the true `n` and `k`, and
-`topk` only selects the tile: `m = E * M // topk`.
+engine passes 3-D tensors, so the compiled code sees `m = E / topk` and `n = k = M` (the padded rows): it never reaches
+a tuned tile, and where `M % 512 != 0` it takes a K tile of 128 and reads the interleaved scales in the wrong order
+(relative error 0.61). Here the same kernel gets 2-D views and the row offsets `arange(E) * M`; it then sees the true
+`n` and `k`, and `topk` only selects the tile: `m = E * M // topk`.
 
 us per GEMM on one H200, E = 64, M = 512 (the engine's call / best tile):
 
@@ -14,8 +14,8 @@ us per GEMM on one H200, E = 64, M = 512 (the engine's call / best tile):
     32     777 / 493        466 / 294
     128    2526 / 1332      1412 / 691
 
-Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. Choosing at run time from the live
-row counts was rejected: they are on the device, and a captured graph fixes the tile at capture.
+Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. Choosing at run time from the
+live row counts was rejected: they are on the device, and a captured graph fixes the tile at capture.
 
 A choice is only ever a matter of speed: every tile gives the right result for every number of rows.
 """
@@ -27,7 +27,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata as importlib_metadata
 from typing import Any
 
@@ -44,7 +44,7 @@ ENGINE_ROW_MULTIPLE = 512
 AS_SHIPPED = "as_shipped"
 # Names of choices that come from DEFAULT_RULE.
 RULE_PREFIX = "rule:"
-# Kernel launches whose expert offsets must fit int32.
+# Expert offsets are int32.
 INT32_MAX = 2**31 - 1
 # Without an estimate: the rows at which the engine's tile and the tuned one are nearly the same speed.
 ROWS_WITHOUT_ESTIMATE = 8
@@ -138,7 +138,8 @@ class ShapeTable:
     def order(self, num_experts: int, rows: float) -> tuple[str, ...]:
         """Names from best to worst at the nearest measured (experts, rows), nearest on a logarithmic scale.
 
-        Measured values are powers of two, so the nearest one to 24 rows is 32 and to 22 rows 16; a tie goes to the larger.
+        Measured values are powers of two, so the nearest one to 24 rows is 32 and to 22 rows 16; a tie goes to the
+        larger.
         """
         experts = _nearest(sorted({key[0] for key in self.orders}), num_experts)
         return self.orders[experts, _nearest(sorted(r for e, r in self.orders if e == experts), rows)]
@@ -173,8 +174,8 @@ class GemmTileTable:
 class DefaultRule:
     """Without a table: `(rows up to, m, whether the engine's call comes first)`, in order; the last has no limit.
 
-    Integer division gives anything from `m` to `2 * m - 1`; all of that lies inside one bucket of sglang-kernel 0.4.5 and
-    0.4.7.
+    Integer division gives anything from `m` to `2 * m - 1`; all of that lies inside one bucket of sglang-kernel 0.4.5
+    and 0.4.7.
     """
 
     steps: tuple[tuple[float, int, bool], ...]
@@ -188,8 +189,8 @@ class DefaultRule:
 
 # By (n, k), None for any other shape.
 # (4096, 7168): 16-row tiles in clusters of two up to 11 rows, then 32-row tiles, 64-row tiles from 91 rows.
-# (7168, 2048): the engine's 16-row tile has no bucket of its own; where its call is right it is the fastest up to 11 rows.
-# Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
+# (7168, 2048): the engine's 16-row tile has no bucket of its own; where its call is right it is the fastest up to 11
+# rows. Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
 DEFAULT_RULE: Mapping[tuple[int, int] | None, DefaultRule] = {
     (4096, 7168): DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
     (7168, 2048): DefaultRule(((11, 256, True), (45, 256, False), (math.inf, 2048, False))),
@@ -198,7 +199,7 @@ DEFAULT_RULE: Mapping[tuple[int, int] | None, DefaultRule] = {
 
 
 def expected_rows_per_expert(expected_m: int | None) -> float:
-    """Mean rows per expert behind the dispatcher's `expected_m = (tokens * ranks * topk + E) // E`, which is one above."""
+    """Mean rows per expert behind the dispatcher's `expected_m = (tokens * ranks * topk + E) // E`, one below it."""
     return ROWS_WITHOUT_ESTIMATE if expected_m is None else max(1, expected_m - 1)
 
 
@@ -270,7 +271,7 @@ def kernel_version() -> str | None:
     return None
 
 
-@lru_cache(maxsize=None)
+@cache
 def installed_table() -> GemmTileTable | None:
     """The table for this process's GPU and sglang-kernel; says once in the log which one, or that the rule is used."""
     gpu, version = tuned_config.gpu_name(), kernel_version()
@@ -302,7 +303,8 @@ class EngineGemmSignature:
 def engine_gemm_takes_expected_rows(kernel: Kernel | None = None) -> EngineGemmSignature:
     """Inspect the kernel's Python signature: a later engine may carry the expected rows itself, or anything else.
 
-    A known name of the expected rows is passed on; any other unknown parameter, or a missing one, makes the patch stand down.
+    A known name of the expected rows is passed on; any other unknown parameter, or a missing one, makes the patch
+    stand down.
     """
     kernel = kernel if kernel is not None else _engine_kernel()
     try:
@@ -327,7 +329,7 @@ def _engine_kernel() -> Kernel:
     return cutlass_w4a8_moe_mm
 
 
-@lru_cache(maxsize=None)
+@cache
 def _engine_kernel_and_signature() -> tuple[Kernel, EngineGemmSignature]:
     kernel = _engine_kernel()
     return kernel, engine_gemm_takes_expected_rows(kernel)
@@ -340,9 +342,9 @@ _warned: set[Any] = set()
 def expert_row_offsets(num_experts: int, padded_rows: int, device: torch.device) -> torch.Tensor:
     """First row of every expert in the 2-D view, int32 `[E]`: `arange(E) * M`. Made once per (E, M, device).
 
-    A first call under graph capture is not kept: the kernel that writes it is recorded in that graph, so another graph or an
-    eager call that shared the tensor could read it before it was written. It costs that graph one node a call; `prepare`
-    avoids it.
+    A first call under graph capture is not kept: the kernel that writes it is recorded in that graph, so another graph
+    or an eager call that shared the tensor could read it before it was written. It costs that graph one node a call;
+    `prepare` avoids it.
     """
     key = (num_experts, padded_rows, device)
     offsets = _offsets.get(key)
@@ -390,7 +392,8 @@ def w4a8_grouped_gemm(
         w_q: int8 `[E, N, K/2]`, two int4 a byte, low nibble first.
         a_scale: fp32 `[1]`.
         w_scale: bf16 `[E, K/512, N*4]`, interleaved by four (`[E, K/128, N]` where K/128 is no multiple of four).
-        expert_offsets: int32 `[E]` or `[E+1]`, the engine's; only passed where its own 3-D call is kept, which ignores it.
+        expert_offsets: int32 `[E]` or `[E+1]`, the engine's; only passed where its own 3-D call is kept, which ignores
+            it.
         problem_sizes: int32 `[E, 3]`: (N, live rows, K) an expert.
         a_strides, b_strides, c_strides, s_strides: int64 `[E, 3]`, the engine's.
         expected_m: the dispatcher's estimate of rows per expert; a hint, any value gives the right result.
@@ -464,8 +467,8 @@ def warn_if_engine_gemm_is_wrong(padded_rows: int, k: int = ENGINE_ROW_MULTIPLE)
         _warn_once(
             ("engine", padded_rows),
             f"w4afp8: the engine's W4A8 grouped GEMM gives WRONG RESULTS with {padded_rows} padded rows per expert (no "
-            f"multiple of {ENGINE_ROW_MULTIPLE}: it reads the weight scales in the wrong order). Turn the `gemm` patch on, "
-            "or set SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK so that it times the ranks is a multiple of "
+            f"multiple of {ENGINE_ROW_MULTIPLE}: it reads the weight scales in the wrong order). Turn the `gemm` patch "
+            "on, or set SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK so that it times the ranks is a multiple of "
             f"{ENGINE_ROW_MULTIPLE}.",
         )
     return wrong

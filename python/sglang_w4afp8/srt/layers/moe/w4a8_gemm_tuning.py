@@ -1,16 +1,16 @@
 """Measuring the grouped GEMM's tiles: probe, sweep, choice. Behind `sglang-w4afp8 tune` and `benchmark/gemm_tiles.py`.
 
-1. `probe_buckets` finds which `m` lead to which compiled tile. The profiler's kernel names tell tiles apart exactly; one
-   expert and one row are enough, since the dispatch only looks at sizes.
-2. `measure_cell` times the engine's call and every tile for one (n, k, experts, padded rows, rows, routing), as CUDA graphs,
-   interleaved, and compares each with the float reference.
+1. `probe_buckets` finds which `m` lead to which compiled tile. The profiler's kernel names tell tiles apart exactly;
+   one expert and one row are enough, since the dispatch only looks at sizes.
+2. `measure_cell` times the engine's call and every tile for one (n, k, experts, padded rows, rows, routing), as CUDA
+   graphs, interleaved, and compares each with the float reference.
 3. `rank_tiles` orders the tiles of one (experts, rows) over its routings, `build_table` makes the tuned file's data.
 
-Skew: `expected_m` is a mean, and a hot expert pays for a small tile. Among the tiles that are within 2% of the fastest under
-random routing, the order is by the weighted time under random and skewed routing.
+Skew: `expected_m` is a mean, and a hot expert pays for a small tile. Among the tiles that are within 2% of the fastest
+    under random routing, the order is by the weighted time under random and skewed routing.
 
-Figures are us per call, the pointer kernel included. Launches of one graph walk through different experts' weights where
-there are more than the cell needs, so that weights come from memory as in a model with many layers.
+Figures are us per call, the pointer kernel included. Launches of one graph walk through different experts' weights
+where there are more than the cell needs, so that weights come from memory as in a model with many layers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ LARGEST_M = 16384
 def routed_rows(num_experts: int, padded_rows: int, rows: int, routing: str, seed: int = 0) -> list[int]:
     """Live rows per expert with `num_experts * rows` in all.
 
-    `even`: all alike; `random`: uniform random experts; `skewS`: one hot expert (the middle one) with `S * rows`, as far as
-    the total and the padded rows allow, the rest even.
+    `even`: all alike; `random`: uniform random experts; `skewS`: one hot expert (the middle one) with `S * rows`, as
+    far as the total and the padded rows allow, the rest even.
     """
     total = num_experts * rows
     if routing == "even":
@@ -72,6 +72,11 @@ def routed_rows(num_experts: int, padded_rows: int, rows: int, routing: str, see
     else:
         raise ValueError(f"routing: is {routing!r}, must be even, random or skewS")
     return [min(count, padded_rows) for count in counts]
+
+
+def weight_bytes(n: int, k: int, live_experts: int) -> int:
+    """Bytes of weights and bf16 scales that a GEMM over `live_experts` must read."""
+    return live_experts * n * (k // 2 + k // GROUP_SIZE * 2)
 
 
 @dataclass
@@ -123,10 +128,6 @@ class GemmProblem:
         sizes = [[self.n, count, self.k] for count in rows]
         return torch.tensor(sizes, dtype=torch.int32, device=self.device)
 
-    def weight_bytes(self, live_experts: int) -> int:
-        """Bytes of weights and scales that a GEMM over `live_experts` must read."""
-        return live_experts * self.n * (self.k // 2 + self.k // GROUP_SIZE * 2)
-
     def reference(self, a: torch.Tensor, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """Float result of some rows of one expert, fp32 `[len(rows), n]`."""
         if expert not in self._references:
@@ -150,9 +151,11 @@ _CONSTANT = re.compile(r"NS\w_1CILi(\d+)EE|NS(\w)_ILi(\d+)EE|S(\w)_")
 
 
 def tile_label(kernel_name: str) -> str:
-    """Short name of a compiled tile, `co_128x32x512_c2x1x1_s4` (schedule, tile, cluster, stages), from the kernel's name.
+    """Short name of a compiled tile, `co_128x32x512_c2x1x1_s4` (schedule, tile, cluster, stages), from the kernel's
+    name.
 
-    Takes demangled names and mangled ones (common demanglers give up on this kernel). A name that is not recognised gives a
+    Takes demangled names and mangled ones (common demanglers give up on this kernel). A name that is not recognised
+    gives a
     digest: still exact for telling tiles apart.
     """
     schedule = next((short for word, short in (("Pingpong", "pp"), ("Cooperative", "co")) if word in kernel_name), None)
@@ -173,8 +176,8 @@ def tile_label(kernel_name: str) -> str:
 def _mangled_sizes(found: re.Match[str]) -> tuple[str, list[int], list[int]] | None:
     """Stages, cluster and tile of a mangled name: resolves the back-references (`SH_`) among its integral constants.
 
-    Every constant that is new takes the next reference number, after the number of the template itself; the cluster's tuple,
-    the schedule and the mainloop take one each before the tile.
+    Every constant that is new takes the next reference number, after the number of the template itself; the cluster's
+    tuple, the schedule and the mainloop take one each before the tile.
     """
     template = re.search(r"NS(\w)_ILi", found["cluster"] + found["tile"])
     if template is None:
@@ -286,7 +289,7 @@ def probe_buckets(
 
 
 def _probe_by_time(kernel: Kernel, n: int, k: int, device: torch.device) -> tuple[TileBucket, ...]:
-    """Without a profiler: neighbouring `m` whose times agree at 8 and at 128 rows share a tile (limits are powers of two)."""
+    """Without a profiler: neighbouring powers of two whose times agree at 8 and at 128 rows share a tile."""
     experts, padded = 32, 1024
     problem = GemmProblem(n, k, experts, experts * padded, device)
     ms = [1 << power for power in range(14)]
@@ -339,7 +342,8 @@ def time_runs(
         launches[name] = max(1, min(16, round(target_us / max(_eager_time(run, device), 1.0))))
         graphs[name] = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(device)
-        # Not `with torch.cuda.graph`: that empties the allocator's cache before each of the sweep's thousands of captures.
+        # Not `with torch.cuda.graph`: that empties the allocator's cache before each of the sweep's thousands of
+        # captures.
         with torch.cuda.stream(stream):
             graphs[name].capture_begin(pool=pool)
             for index in range(launches[name]):
@@ -466,7 +470,7 @@ def _runs(problem: GemmProblem, cell: Cell, kernel: Kernel, choice: TileChoice |
 
 
 def check_runs(problem: GemmProblem, cell: Cell, runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:
-    """Relative error of each way against the float reference, over a sample of experts and rows; NaN where rows are missed."""
+    """Relative error of each way over a sample of experts and rows; NaN where rows are missed."""
     counts = routed_rows(cell.experts, cell.padded, cell.rows, cell.routing)
     a, out = problem.buffers(cell.experts, cell.padded)
     sample = []
@@ -520,8 +524,9 @@ def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: b
         by_routing: us by routing (`random`, and where measured `skew16`), then by name; `engine` is the engine's call.
         engine_is_right: whether the engine's time counts (a wrong result is no yardstick).
 
-    First the tiles that under random routing are within `ENOUGH` of the fastest and that never lose more than `ENGINE_SLACK`
-    to the engine, by their weighted time over the routings; then the rest, by time under random routing.
+    First the tiles that under random routing are within `ENOUGH` of the fastest and that never lose more than
+    `ENGINE_SLACK` to the engine, by their weighted time over the routings; then the rest, by time under random
+    routing.
     """
     random = by_routing["random"]
     names = [name for name in random if name != "engine" and all(name in us for us in by_routing.values())]
@@ -560,7 +565,8 @@ def build_table(
     for (n, k), points in sorted(groups.items()):
         choices = []
         for (experts, rows), by_padded in sorted(points.items()):
-            # One buffer size decides: the first for which the engine's own call is right, since that is a candidate too.
+            # One buffer size decides: the first for which the engine's own call is right, since that is a candidate
+            # too.
             padded = min(by_padded, key=lambda size: not w4a8_gemm.engine_gemm_is_right(size, k))
             if "random" not in by_padded[padded]:
                 continue
@@ -635,9 +641,9 @@ def run_sweep(
 ) -> bool:
     """Probe, measure and verify `cells` into `run`; what `run` already holds is not measured again.
 
-    Stages of a cell: `sweep` times the engine's call and every tile. `verify`, once the whole sweep has given a table, times
-    the engine's call, what `choose_tile` picks from that table (`chosen`) and the tiles that were within 5% of the fastest:
-    a choice is not judged by the measurement that made it.
+    Stages of a cell: `sweep` times the engine's call and every tile. `verify`, once the whole sweep has given a table,
+    times the engine's call, what `choose_tile` picks from that table (`chosen`) and the tiles that were within 5% of
+    the fastest: a choice is not judged by the measurement that made it.
 
     Args:
         run: `{"probes": {...}, "cells": {...}}`, filled in place.
