@@ -1,0 +1,32 @@
+"""Engines and stand-ins for ``sgl_kernel`` that the plugin's tests share."""
+
+from pathlib import Path
+
+import pytest
+
+from engine_process import FakeEngine, write
+
+
+@pytest.fixture
+def fake_engine(tmp_path: Path) -> FakeEngine:
+    """An engine of the test's own making."""
+    return FakeEngine(tmp_path / "engine")
+
+
+@pytest.fixture
+def sgl_kernel_stub(tmp_path: Path) -> Path:
+    """A directory with an ``sgl_kernel`` that has every name: the engine's chain can then be imported without a GPU."""
+    code = (
+        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return print\n"
+    )
+    return write(tmp_path / "stub", {"sgl_kernel/__init__.py": code})
+
+
+@pytest.fixture
+def sgl_kernel_broken(tmp_path: Path) -> Path:
+    """A directory with an ``sgl_kernel`` that fails as the real one does without a driver: with a page of text."""
+    text = (
+        "\\n[sgl_kernel] CRITICAL: Could not load any common_ops library!\\n\\nAttempted locations:\\n1. somewhere\\n"
+    )
+    text += "GPU Info:\\n- Compute capability: None\\n- ImportError: libcuda.so.1: cannot open shared object file\\n"
+    return write(tmp_path / "broken", {"sgl_kernel/__init__.py": f'raise ImportError("{text}")\n'})
