@@ -76,7 +76,7 @@ def plan(models: Sequence[str], experts: Sequence[int], rows: Sequence[int], rou
     return groups
 
 
-# -------------------------------------------------------------------------------------------------------------- results
+# ---- results
 
 
 def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -243,7 +243,7 @@ def print_report(document: dict[str, Any]) -> None:
     print(json.dumps(document["summary"], indent=1))
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
+# ---- run
 
 
 def save(document: dict[str, Any], path: Path) -> None:

@@ -352,11 +352,15 @@ def expert_row_offsets(num_experts: int, padded_rows: int, device: torch.device)
         if num_experts * padded_rows > INT32_MAX:
             raise ValueError(f"num_experts: {num_experts} x {padded_rows} rows, must be below 2**31 rows in all")
         offsets = torch.arange(0, num_experts * padded_rows, padded_rows, dtype=torch.int32, device=device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if _is_capturing(device):
             _warn_once("capture", "w4afp8: expert offsets first needed under graph capture, recorded in the graph")
         else:
             _offsets[key] = offsets
     return offsets
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def prepare(num_experts: int, padded_rows: int, device: torch.device) -> None:

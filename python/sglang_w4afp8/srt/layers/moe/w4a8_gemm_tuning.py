@@ -136,7 +136,7 @@ class GemmProblem:
         return a[expert, rows].float() @ self._references[expert].T * self.a_scale
 
 
-# ---------------------------------------------------------------------------------------------------------------- probe
+# ---- probe
 
 
 _BASE36 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -307,7 +307,7 @@ def _probe_by_time(kernel: Kernel, n: int, k: int, device: torch.device) -> tupl
     return buckets_from_limits(limits)
 
 
-# --------------------------------------------------------------------------------------------------------------- timing
+# ---- timing
 
 
 def _eager_time(run: Callable[[int], None], device: torch.device) -> float:
@@ -397,7 +397,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / median
 
 
-# ---------------------------------------------------------------------------------------------------------------- cells
+# ---- cells
 
 
 @dataclass(frozen=True)
@@ -514,7 +514,7 @@ def measure_cell(
     }
 
 
-# --------------------------------------------------------------------------------------------------------------- choice
+# ---- choice
 
 
 def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: bool = True) -> list[str]:
@@ -600,7 +600,7 @@ def table_path(directory: Path, gpu: str, version: str) -> Path:
     return directory / tuned_config.file_name(w4a8_gemm.TABLE_KIND, gpu, version)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sweep
+# ---- sweep
 
 DEEPSEEK_SHAPES = ((4096, 7168), (7168, 2048))
 # Padded rows as deployments have them (experts x rows of one rank), but never a size where the engine's call is wrong.
