@@ -192,8 +192,7 @@ def test_a_missed_row_gives_no_small_error():
     assert relative_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 1.0])) == pytest.approx(1 / math.sqrt(2))
 
 
-# ---- the compiled dispatch's
-# rule
+# ---- the compiled dispatch's rule
 
 
 @pytest.mark.parametrize("padded", PADDED)
@@ -289,8 +288,7 @@ def test_operands_that_do_not_belong_together_are_refused():
         problem.run(CompiledDispatchDouble())
 
 
-# ---- buckets and their
-# topk
+# ---- buckets and their topk
 
 EVERY_LIMITS = sorted({*COMPILED_LIMITS.values(), (4, 32, 64, 256, 1024, 4096)})
 
@@ -358,8 +356,7 @@ def test_the_estimate_is_one_above_the_mean():
     assert w4a8_gemm.expected_rows_per_expert(None) == w4a8_gemm.ROWS_WITHOUT_ESTIMATE
 
 
-# ----
-# table
+# ---- table
 
 TABLE = {
     "shapes": [
@@ -484,8 +481,7 @@ def test_shipped_tables_parse_and_are_for_the_deepseek_gemms():
         assert set(tuning.DEEPSEEK_SHAPES) <= set(table.shapes)
 
 
-# ----
-# offsets
+# ---- offsets
 
 
 def test_offsets_are_made_once_per_experts_rows_and_device():
@@ -523,8 +519,7 @@ def test_offsets_past_int32_are_refused():
         expert_row_offsets(512, 1 << 22, torch.device("cpu"))
 
 
-# ---- the engine's
-# signature
+# ---- the engine's signature
 
 
 def _signature_of_today(
@@ -592,8 +587,7 @@ def test_a_kernel_without_a_readable_signature_makes_the_patch_stand_down():
     assert "cannot be read" in engine_gemm_takes_expected_rows(type).stand_down_reason
 
 
-# ---- the patch is
-# off
+# ---- the patch is off
 
 
 def test_the_log_warns_once_where_the_engines_result_is_wrong(caplog):
@@ -620,8 +614,7 @@ def test_where_the_scales_are_interleaved_by_one_it_is_the_other_way_round():
                 problem.run_as_the_engine(CompiledDispatchDouble())
 
 
-# ----
-# tuning
+# ---- tuning
 
 
 @pytest.mark.parametrize("routing", ["even", "random", "skew16", "skew4"])
@@ -669,8 +662,8 @@ def test_a_wrong_engine_is_no_yardstick():
 
 
 DEMANGLED = (
-    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, "
-    "int, int>>, cutlass::gemm::collective::CollectiveMmaArrayMixedInput<cutlass::gemm::"
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<"
+    "int, int, int>>, cutlass::gemm::collective::CollectiveMmaArrayMixedInput<cutlass::gemm::"
     "MainloopSm90ArrayTmaGmmaWarpSpecializedMixedInput<5, cute::tuple<cute::C<2>, cute::C<1>, cute::C<1> >, cutlass::"
     "gemm::KernelPtrArrayTmaWarpSpecializedCooperative>, cute::tuple<cute::C<128>, cute::C<16>, cute::C<512> >, "
     "cute::tuple<cutlass::integer_subbyte<4, true>, cutlass::Array<"
@@ -777,8 +770,7 @@ def test_tuning_needs_a_gpu(monkeypatch):
         tuning.tune_gemm(tuning.DEEPSEEK_SHAPES, [64])
 
 
-# ---- what was
-# measured
+# ---- what was measured
 
 
 @pytest.mark.skipif(not RESULTS.is_file(), reason="benchmark/results/h200/gemm_tiles.json is not there")
