@@ -190,7 +190,8 @@ class DefaultRule:
 # By (n, k), None for any other shape.
 # (4096, 7168): 16-row tiles in clusters of two up to 11 rows, then 32-row tiles, 64-row tiles from 91 rows.
 # (7168, 2048): the engine's 16-row tile has no bucket of its own; where its call is right it is the fastest up to 11
-# rows. Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
+# rows.
+# Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
 DEFAULT_RULE: Mapping[tuple[int, int] | None, DefaultRule] = {
     (4096, 7168): DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
     (7168, 2048): DefaultRule(((11, 256, True), (45, 256, False), (math.inf, 2048, False))),

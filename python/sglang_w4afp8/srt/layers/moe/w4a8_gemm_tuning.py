@@ -7,7 +7,7 @@
 3. `rank_tiles` orders the tiles of one (experts, rows) over its routings, `build_table` makes the tuned file's data.
 
 Skew: `expected_m` is a mean, and a hot expert pays for a small tile. Among the tiles that are within 2% of the fastest
-    under random routing, the order is by the weighted time under random and skewed routing.
+under random routing, the order is by the weighted time under random and skewed routing.
 
 Figures are us per call, the pointer kernel included. Launches of one graph walk through different experts' weights
 where there are more than the cell needs, so that weights come from memory as in a model with many layers.
@@ -42,10 +42,8 @@ MODEL_TOPK = 8
 SKEW = 16
 # A tile's error against the float reference is bf16 rounding, 0.0017; a wrong K tile gives 0.61.
 MAX_RELATIVE_ERROR = 0.003
-# Tiles this close to the fastest under random routing may win by what they do under skew.
-ENOUGH = 1.02
-# What a tile may lose to the engine's call in any routing.
-ENGINE_SLACK = 1.01
+# What a tile may lose to the fastest under random routing, and to the engine's call in any routing: tight, then loose.
+CLOSE = ((1.02, 1.01), (1.03, 1.02))
 ROUTING_WEIGHTS = {"random": 2.0, "skew16": 1.0}
 # Largest m worth probing: 64 experts of 512 rows are 32768, and no known limit is above 4096.
 LARGEST_M = 16384
@@ -524,27 +522,28 @@ def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: b
         by_routing: us by routing (`random`, and where measured `skew16`), then by name; `engine` is the engine's call.
         engine_is_right: whether the engine's time counts (a wrong result is no yardstick).
 
-    First the tiles that under random routing are within `ENOUGH` of the fastest and that never lose more than
-    `ENGINE_SLACK` to the engine, by their weighted time over the routings; then the rest, by time under random
-    routing.
+    First the tiles that under random routing are close to the fastest and that in no routing lose to the engine, first
+    with the tight limits of `CLOSE`, then with its loose ones, by their weighted time over the routings; then those
+    that only do not lose to the engine, then the rest, by time under random routing.
     """
     random = by_routing["random"]
     names = [name for name in random if name != "engine" and all(name in us for us in by_routing.values())]
     fastest = {routing: min(us[name] for name in names) for routing, us in by_routing.items()}
 
-    def score(name: str) -> float:
+    def weighted(name: str) -> float:
         weights = {routing: ROUTING_WEIGHTS.get(routing, 1.0) for routing in by_routing}
         total = sum(weights[routing] * us[name] / fastest[routing] for routing, us in by_routing.items())
         return total / sum(weights.values())
 
-    def enough(name: str) -> bool:
-        if random[name] > ENOUGH * fastest["random"]:
-            return False
-        return not engine_is_right or all(us[name] <= ENGINE_SLACK * us["engine"] for us in by_routing.values())
+    def order(name: str) -> tuple[int, float]:
+        to_fastest = random[name] / fastest["random"]
+        to_engine = max(us[name] / us["engine"] for us in by_routing.values()) if engine_is_right else 0.0
+        for tier, (fastest_limit, engine_limit) in enumerate(CLOSE):
+            if to_fastest <= fastest_limit and to_engine <= engine_limit:
+                return tier, weighted(name)
+        return len(CLOSE) + (to_engine > CLOSE[-1][1]), random[name]
 
-    first = sorted((name for name in names if enough(name)), key=score)
-    rest = sorted((name for name in names if name not in first), key=lambda name: random[name])
-    return first + rest
+    return sorted(names, key=order)
 
 
 def build_table(

@@ -656,6 +656,12 @@ def test_a_tile_that_loses_to_the_engine_under_skew_comes_after_one_that_does_no
     assert tuning.rank_tiles({"random": random, "skew16": skew}) == ["same", "small"]
 
 
+def test_not_losing_to_the_engine_counts_more_than_the_last_percents():
+    random = {"engine": 100.0, "fast": 90.0, "same": 100.0, "bad": 95.0}
+    skew = {"engine": 200.0, "fast": 230.0, "same": 201.0, "bad": 240.0}
+    assert tuning.rank_tiles({"random": random, "skew16": skew}) == ["same", "fast", "bad"]
+
+
 def test_a_wrong_engine_is_no_yardstick():
     random = {"engine": 10.0, "a": 70.0, "b": 71.5}
     assert tuning.rank_tiles({"random": random}, engine_is_right=False) == ["a", "b"]
