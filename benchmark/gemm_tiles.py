@@ -80,36 +80,42 @@ def plan(models: Sequence[str], experts: Sequence[int], rows: Sequence[int], rou
 
 
 def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """One flat row a cell and kernel version, from the verify stage where there is one."""
+    """One flat row a verified cell and kernel version.
+
+    The choice is that of the table as it is made now; where that differs from the one that was verified (the ranking
+    changed since), its time is that of the same tile under its own name.
+    """
     rows = []
     for version, run in runs.items():
+        table = w4a8_gemm.GemmTileTable.parse(tuning.table_data(run))
         for entry in run["cells"].values():
             cell = tuning.Cell(**entry["cell"])
             measured = entry.get("verify")
             if measured is None:
                 continue
-            us, errors = measured["us"], measured["rel_err"]
+            chosen = _choice(cell, table).name
+            us, errors = (_by_tile(entry, quantity) for quantity in ("us", "rel_err"))
+            us.setdefault(chosen, entry["sweep"]["us"][chosen])
+            errors.setdefault(chosen, entry["sweep"]["rel_err"][chosen])
             best = min((name for name in us if name != "engine"), key=us.__getitem__)
             # Every weight byte is read at least once, so what the floor counts is what any tile must do.
             weights = tuning.weight_bytes(cell.n, cell.k, measured["live_experts"])
-            engine_is_right = errors["engine"] < tuning.MAX_RELATIVE_ERROR
-            ours_is_right = errors["chosen"] < tuning.MAX_RELATIVE_ERROR
+            both_right = max(errors["engine"], errors[chosen]) < tuning.MAX_RELATIVE_ERROR
             rows.append(
                 {
                     **entry["cell"],
                     "expected_m": cell.expected_m,
                     "kernel_version": version,
                     "engine_us": us["engine"],
-                    "ours_us": us["chosen"],
+                    "ours_us": us[chosen],
                     "best_us": us[best],
                     "floor_us": round(weights / run["copy_bytes_per_us"], 2),
                     "engine_rel_err": errors["engine"],
-                    "ours_rel_err": errors["chosen"],
-                    "speedup": round(us["engine"] / us["chosen"], 3) if engine_is_right and ours_is_right else None,
-                    "chosen": entry["chosen"],
-                    "best": entry["chosen"] if best == "chosen" else best,
-                    "rule": entry["rule"],
-                    "rule_us": rule_time(run, entry),
+                    "ours_rel_err": errors[chosen],
+                    "speedup": round(us["engine"] / us[chosen], 3) if both_right else None,
+                    "chosen": chosen,
+                    "best": best,
+                    **rule_columns(run, entry),
                     "max_rows": measured["max_rows"],
                     "spread": max(measured["spread"].values()),
                 }
@@ -117,17 +123,34 @@ def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def rule_time(run: dict[str, Any], entry: dict[str, Any]) -> float | None:
-    """us of what the default rule would pick, from the sweep stage: the time of the bucket that its `m` falls in."""
+def _by_tile(entry: dict[str, Any], quantity: str) -> dict[str, float]:
+    """A quantity of the verify stage by the names of tiles: what was run as `chosen` under its tile's name."""
+    return {entry["chosen"] if name == "chosen" else name: x for name, x in entry["verify"][quantity].items()}
+
+
+def _choice(cell: tuning.Cell, table: w4a8_gemm.GemmTileTable | None) -> w4a8_gemm.TileChoice:
+    sizes = (cell.n, cell.k, cell.experts, cell.padded, cell.expected_m, tuning.MODEL_TOPK)
+    return w4a8_gemm.choose_tile(*sizes, table)
+
+
+def rule_columns(run: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """What the default rule would pick, its us and its speed-up over the engine's call, all from the sweep stage.
+
+    The time is that of the bucket that the rule's `m` falls in.
+    """
     cell = tuning.Cell(**entry["cell"])
-    choice = w4a8_gemm.choose_tile(cell.n, cell.k, cell.experts, cell.padded, cell.expected_m, tuning.MODEL_TOPK, None)
+    choice = _choice(cell, None)
     us = entry["sweep"]["us"]
     if choice.as_shipped:
-        return us.get(w4a8_gemm.AS_SHIPPED, us["engine"])
-    buckets = tuning.probed_buckets(run["probes"][f"{cell.n}x{cell.k}"])
-    bucket = next(b for b in buckets if b.high is None or choice.m <= b.high)
-    same = [b.name for b in buckets if b == bucket or (b.kernel is not None and b.kernel == bucket.kernel)]
-    return next((us[name] for name in same if name in us), None)
+        time_us = us.get(w4a8_gemm.AS_SHIPPED, us["engine"])
+    else:
+        buckets = tuning.probed_buckets(run["probes"][f"{cell.n}x{cell.k}"])
+        bucket = next(b for b in buckets if b.high is None or choice.m <= b.high)
+        same = [b.name for b in buckets if b == bucket or (b.kernel is not None and b.kernel == bucket.kernel)]
+        time_us = next((us[name] for name in same if name in us), None)
+    engine_is_right = entry["sweep"]["rel_err"]["engine"] < tuning.MAX_RELATIVE_ERROR
+    speedup = round(us["engine"] / time_us, 3) if time_us is not None and engine_is_right else None
+    return {"rule": choice.name, "rule_us": time_us, "rule_speedup": speedup}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -149,11 +172,11 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     ratio = sum(row["engine_us"] for row in pair) / sum(row["ours_us"] for row in pair)
                     layers.setdefault(routing, {})[str(mean)] = round(ratio, 3)
         gaps = [row["ours_us"] / row["best_us"] for row in mine if row["routing"] == "random"]
-        rules = [row["engine_us"] / row["rule_us"] for row in right if row["rule_us"] is not None]
+        rules = [row["rule_speedup"] for row in right if row["rule_speedup"] is not None]
         result[version] = {
             "speedup_two_gemms_e64": layers,
             "worst_speedup": min((row["speedup"] for row in right), default=None),
-            "worst_rule_speedup": round(min(rules), 3) if rules else None,
+            "worst_rule_speedup": min(rules, default=None),
             "largest_gap_to_best_random": round(max(gaps), 3) if gaps else None,
             "largest_ours_rel_err": max((row["ours_rel_err"] for row in mine), default=None),
             "cells": len(mine),

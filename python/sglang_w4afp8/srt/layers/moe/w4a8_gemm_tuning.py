@@ -690,7 +690,6 @@ def run_sweep(
                 choices.pop(chosen.name, None)
                 choices["chosen"] = chosen
                 entry["chosen"] = chosen.name
-                entry["rule"] = w4a8_gemm.choose_tile(*sizes, None).name
             entry[stage] = measure_cell(problems[cell.n, cell.k], cell, kernel, choices, repeats)
             done(cell, stage)
     return True
