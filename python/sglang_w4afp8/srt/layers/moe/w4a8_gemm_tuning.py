@@ -572,7 +572,8 @@ def build_table(
             order = rank_tiles(by_padded[padded], w4a8_gemm.engine_gemm_is_right(padded, k))
             choices.append({"experts": experts, "rows": rows, "order": order})
         listed = [{"low": b.low, "high": b.high, "kernel": b.kernel} for b in buckets[n, k]]
-        shapes.append({"n": n, "k": k, "buckets": listed, "choices": choices})
+        if choices:
+            shapes.append({"n": n, "k": k, "buckets": listed, "choices": choices})
     return {"shapes": shapes}
 
 
