@@ -1,8 +1,8 @@
 """The plugin inside an engine, every test in fresh processes.
 
 Two kinds of engine: the one that is installed, as it is or with single files replaced; and small trees of the test's
-own making with the real plugin loader, for layouts and versions that are not installed. ``sgl_kernel`` is a stand-in in
-all of them, so that the outcome does not depend on a GPU.
+own making with the real plugin loader, for layouts and versions that are not installed. Where there is no GPU driver,
+``sgl_kernel`` is a stand-in.
 """
 
 import sys
@@ -71,9 +71,7 @@ def test_installed_engine_is_patched_and_says_so_once(sgl_kernel_stub):
     done = run_script(
         _load(
             f"""
-import torch
 from types import SimpleNamespace
-import sglang.srt.layers.moe.cutlass_w4a8_moe as chain_module
 import sglang.srt.plugins as loader
 from sglang.srt.utils import configure_logger
 
@@ -94,9 +92,14 @@ result = {{
     "registered": sorted({{len(HookRegistry._hooks[target]) for target in mine}}),
     "same": bound is chain_module.cutlass_w4a8_moe_deepep_ll,
     "apply_hooks": type(HookRegistry.__dict__["apply_hooks"]).__name__,
-    "cuda": torch.cuda.is_initialized(),
+    "cuda_initialised_by_us": torch.cuda.is_initialized() and not cuda_before,
 }}
-"""
+""",
+            before="""
+import torch
+import sglang.srt.layers.moe.cutlass_w4a8_moe as chain_module
+cuda_before = torch.cuda.is_initialized()
+""",
         ),
         [sgl_kernel_stub],
     )
@@ -113,7 +116,7 @@ result = {{
         "registered": [1],
         "same": True,
         "apply_hooks": "classmethod",
-        "cuda": False,
+        "cuda_initialised_by_us": False,
     }
     (line,) = done.lines("sglang-w4afp8 0.")
     assert "on sglang 0.5." in line and line.endswith("active: requant, expected_m, silu, problem_sizes, gemm")
@@ -366,6 +369,26 @@ plugin.activate = activate_then_other
     fake_engine.folder = fake_engine.folder / "again"
     done = fake_engine.run("result = 1\n" + _load("", before), SGLANG_W4AFP8_STRICT="1")
     assert done.status == 1 and "another plugin's hook shadows ours" in done.stderr
+
+
+def test_apply_hooks_wrapped_by_another_plugin_is_verified_once(fake_engine):
+    before = """
+from sglang_w4afp8 import plugin
+load = plugin.activate
+calls = []
+def activate_then_wrap():
+    load()
+    inner = HookRegistry.apply_hooks
+    def outer():
+        calls.append(len(HookRegistry._patched))
+        inner()
+    HookRegistry.apply_hooks = outer
+plugin.activate = activate_then_wrap
+"""
+    code = "HookRegistry.apply_hooks()\nresult = [calls, list(lifecycle.live_patches())]"
+    done = fake_engine.run(_load(code, before))
+    assert done.result == [[0, 4], EVERY_PATCH]
+    assert len(done.lines("sglang-w4afp8 0.", "active: ")) == 1
 
 
 def test_stale_binding_is_not_called_live(fake_engine):
