@@ -7,8 +7,8 @@
 
 Providers of a cell: `engine` (the 3-D call of sglang's low-latency chain), every compiled tile, and `chosen` (what
 serving would pick from the table that this run measured). The floor is the time to read the live experts' weights and
-scales at the bandwidth of a large device copy, measured in the same run. Errors are relative to a float reference over
-sampled rows.
+scales at the speed of the fastest plain stream over memory, measured in the same run. Errors are relative to a float
+reference over sampled rows.
 
 Resumable: cells that the output file already holds are not measured again. No speed-up is given where the engine is
 wrong.
@@ -88,6 +88,7 @@ def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for version, run in runs.items():
         table = w4a8_gemm.GemmTileTable.parse(tuning.table_data(run))
+        bandwidth = run.get("stream_bytes_per_us")
         for entry in run["cells"].values():
             cell = tuning.Cell(**entry["cell"])
             measured = entry.get("verify")
@@ -109,7 +110,7 @@ def result_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
                     "engine_us": us["engine"],
                     "ours_us": us[chosen],
                     "best_us": us[best],
-                    "floor_us": round(weights / run["copy_bytes_per_us"], 2),
+                    "floor_us": round(weights / bandwidth, 2) if bandwidth else None,
                     "engine_rel_err": errors["engine"],
                     "ours_rel_err": errors[chosen],
                     "speedup": round(us["engine"] / us[chosen], 3) if both_right else None,
@@ -207,6 +208,7 @@ def draw_chart(document: dict[str, Any], path: Path, experts: int = 64) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
     rows = [r for r in document["rows"] if r["routing"] == "random" and r["speedup"]]
     measured = {r["experts"] for r in rows}
@@ -230,9 +232,13 @@ def draw_chart(document: dict[str, Any], path: Path, experts: int = 64) -> None:
         )
         xs = [point["rows"] for point in points]
         for column, label, color, line, marker in styles:
-            axis.plot(xs, [p[column] for p in points], line, color=color, marker=marker, label=label)
+            if any(point[column] is None for point in points):
+                continue
+            axis.plot(xs, [point[column] for point in points], line, color=color, marker=marker, label=label)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
+        for which in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+            which(FuncFormatter(lambda us, _: f"{us:g}"))
         axis.set_xticks(xs, [str(x) for x in xs])
         axis.set_title(f"n {n}, k {k}, {experts} experts (sglang-kernel {version})", fontsize=10)
         axis.set_xlabel("mean rows per expert, random routing")
@@ -260,7 +266,7 @@ def print_report(document: dict[str, Any]) -> None:
         speedup = "  -  " if r["speedup"] is None else f"{r['speedup']:5.2f}"
         print(
             f"{r['kernel_version']:6} {r['n']:4} {r['k']:4} {r['experts']:3} {r['padded']:4} {r['rows']:4} "
-            f"{r['routing']:7} {r['engine_us']:7.0f} {r['ours_us']:7.0f} {r['best_us']:7.0f} {r['floor_us']:6.0f} "
+            f"{r['routing']:7} {r['engine_us']:7.0f} {r['ours_us']:7.0f} {r['best_us']:7.0f} {r['floor_us'] or 0:6.0f} "
             f"{speedup} {r['engine_rel_err']:.5f} {r['ours_rel_err']:.5f} {r['chosen']} / {r['best']}"
         )
     print(json.dumps(document["summary"], indent=1))

@@ -6,13 +6,14 @@ a tuned tile, and where `M % 512 != 0` it takes a K tile of 128 and reads the in
 (relative error 0.61). Here the same kernel gets 2-D views and the row offsets `arange(E) * M`; it then sees the true
 `n` and `k`, and `topk` only selects the tile: `m = E * M // topk`.
 
-us per GEMM on one H200, E = 64, M = 512 (the engine's call / best tile):
+us per GEMM on one H200, E = 64, M = 512, random routing, sglang-kernel 0.4.5 (the engine's call / the chosen tile, from
+`benchmark/results/h200/gemm_tiles.json`):
 
     rows   (4096, 7168)     (7168, 2048)
-    8      337 / 326        204 / 204
-    16     468 / 352        282 / 211
-    32     777 / 493        466 / 294
-    128    2526 / 1332      1412 / 691
+    8      333 / 324        198 / 198
+    16     463 / 352        276 / 204
+    32     751 / 473        448 / 285
+    128    2513 / 1349      1400 / 686
 
 Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. Choosing at run time from the
 live row counts was rejected: they are on the device, and a captured graph fixes the tile at capture.
