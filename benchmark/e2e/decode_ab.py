@@ -1,0 +1,512 @@
+#!/usr/bin/env python3
+"""A/B of decode speed on the real server: the engine alone against the plugin, with proof of what ran.
+
+    python benchmark/e2e/decode_ab.py --model-path DIR                      # engine against plugin
+    python benchmark/e2e/decode_ab.py --model-path DIR --arms engine plugin requant,expected_m
+
+Every arm is a fresh ``python -m sglang.launch_server`` with the same flags; arms alternate (A B, B A, ...). Within one
+start every concurrency is measured ``--rounds`` times after a warm-up. Differences are paired and carry a bootstrap
+interval.
+
+An arm is proved by the plugin's lines in the server's log and by kernel names in a profile that ends every start. Exit
+status: 0 measured and proved; 1 a server failed; 2 wrong arguments; 3 the time ran out (run again to go on: finished
+starts are kept in ``--work``); 4 an arm was not what it says, and no figure is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import client, evidence, paired, report
+from harness.arms import ENGINE, PLUGIN, Arm, parse_arm, plugin_digest
+from harness.cli import (
+    FAILED,
+    INCOMPLETE,
+    NOT_PROVED,
+    Clock,
+    Journal,
+    Model,
+    NotProvedError,
+    add_server_arguments,
+    launch_options,
+)
+from harness.report import say
+from harness.server import LaunchOptions, Server, ServerError, install_cleanup
+
+DEEPSEEK_V3_MOE_LAYERS = 58
+KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "concurrency", "arm")
+_PROFILE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one start is measured."""
+
+    concurrencies: tuple[int, ...]
+    rounds: int
+    input_len: int
+    output_len: int
+    profile_at: int
+    profile_steps: int
+    vocab_size: int
+    dp: int = 1
+
+    def prompts(self, concurrency: int, round_: int) -> list[list[int]]:
+        """The same for every arm and block."""
+        return client.random_prompts(concurrency, self.input_len, self.vocab_size, seed=1000 * concurrency + round_)
+
+
+@dataclass
+class Start:
+    """What one start of one arm gave; kept as JSON between runs."""
+
+    arm: str
+    block: int
+    samples: list[dict[str, Any]]
+    live: list[str]
+    problems: list[str]
+    log: str
+    ready_s: float
+    kernels: dict[str, int]
+    top_kernels: list[tuple[str, int, float]]
+    shares: dict[str, float]
+
+
+async def _measure_once(
+    http: Any, server: Server, plan: Plan, concurrency: int, block: int, round_: int
+) -> dict[str, Any]:
+    offset = server.log_size()
+    batch = await client.stream_batch(http, server.url, plan.prompts(concurrency, round_), plan.output_len)
+    rate = client.decode_rate(batch)
+    # The scheduler logs per attention rank.
+    own = evidence.engine_decode_rate(server.log_text(offset), concurrency // plan.dp)
+    say(
+        f"{server.arm.name}: block {block + 1}, round {round_ + 1}/{plan.rounds}, {concurrency} requests: "
+        f"{rate.tokens_per_s:.0f} tokens/s, {rate.tpot_ms:.3f} ms"
+    )
+    return {
+        "concurrency": concurrency,
+        "round": round_,
+        "tokens_per_s": rate.tokens_per_s,
+        "tpot_ms": rate.tpot_ms,
+        "window_s": rate.window_s,
+        "engine_tokens_per_s": own * plan.dp if own is not None else None,
+    }
+
+
+async def warm_up(http: Any, server: Server, plan: Plan) -> None:
+    """Every concurrency once, a few tokens: graphs are replayed and allocators filled before anything counts."""
+    for concurrency in plan.concurrencies:
+        await client.stream_batch(http, server.url, plan.prompts(concurrency, -1), 4 * client.STREAM_INTERVAL)
+
+
+async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -> evidence.Profile:
+    """A profile of some decode steps through the engine's own profiler endpoints.
+
+    Raises:
+        NotProvedError: no whole trace came.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    before = set(directory.glob("*.trace.json.gz"))
+    started = asyncio.Event()
+    # Long enough that decoding goes on while the profiler starts.
+    prompts = plan.prompts(plan.profile_at, -2)
+    load = asyncio.create_task(client.stream_batch(http, server.url, prompts, max(plan.output_len, 256), started))
+    done, _ = await asyncio.wait(
+        [load, waiter := asyncio.create_task(started.wait())], return_when=asyncio.FIRST_COMPLETED
+    )
+    waiter.cancel()
+    if load in done:
+        load.result()
+        raise NotProvedError("profile: the batch ended before it could be profiled: ask for longer outputs")
+    body = {
+        "output_dir": str(directory),
+        "num_steps": plan.profile_steps,
+        "activities": ["CPU", "GPU"],
+        "with_stack": False,
+        "record_shapes": False,
+    }
+    await client.post(http, server.url, "/start_profile", body)
+    await load
+    deadline, last = time.monotonic() + _PROFILE_TIMEOUT_S, "no trace file"
+    while time.monotonic() < deadline:
+        for path in sorted(set(directory.glob("*.trace.json.gz")) - before):
+            try:
+                return evidence.read_profile(path)
+            except ValueError as error:  # still being written
+                last = str(error)
+        server.check_alive()
+        await asyncio.sleep(0.3)
+    raise NotProvedError(f"profile: {last}")
+
+
+def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], list[str]]:
+    """The live patches and what contradicts the arm."""
+    seen = evidence.read_log(server.log_text())
+    problems = evidence.check_log(server.arm, seen)
+    live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
+    if profile is not None:
+        problems += evidence.check_kernels(live, profile.counts)
+    return live, problems
+
+
+async def _start_of(server: Server, plan: Plan, block: int, ready_s: float, traces: Path) -> Start:
+    async with client.session() as http:
+        await warm_up(http, server, plan)
+        samples = []
+        for round_ in range(plan.rounds):
+            for concurrency in plan.concurrencies:
+                samples.append(await _measure_once(http, server, plan, concurrency, block, round_))
+        profile = await take_profile(http, server, plan, traces)
+    return _finished(server, block, samples, ready_s, profile)
+
+
+def _finished(
+    server: Server, block: int, samples: list[dict[str, Any]], ready_s: float, profile: evidence.Profile
+) -> Start:
+    live, problems = prove(server, profile)
+    return Start(
+        arm=server.arm.name,
+        block=block,
+        samples=samples,
+        live=live,
+        problems=problems,
+        log=server.log_path.name,
+        ready_s=ready_s,
+        kernels=dict(profile.counts),
+        top_kernels=profile.top(),
+        shares=profile.shares(),
+    )
+
+
+def run_fresh(
+    arms: Sequence[Arm], options: LaunchOptions, plan: Plan, blocks: int, journal: Journal, clock: Clock, ready_s: float
+) -> list[Start] | None:
+    """A server per arm and block, one after the other. None when the time ran out."""
+    by_name = {arm.name: arm for arm in arms}
+    starts: list[Start] = []
+    for block in range(blocks):
+        for name in paired.arm_order([arm.name for arm in arms], block):
+            arm = by_name[name]
+            kept = journal.load(_start_name(arm, block))
+            if kept is not None:
+                say(f"{name}: block {block + 1} is kept from the last run")
+                starts.append(Start(**kept))
+                continue
+            if not clock.fits("start"):
+                return None
+            begin = time.monotonic()
+            log = journal.directory / f"{_start_name(arm, block)}.log"
+            say(f"{name}: block {block + 1}/{blocks}: starting, log {log}")
+            with Server(arm, options, log).start() as server:
+                took = server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{name}: starting"))
+                say(f"{name}: ready after {took:.0f} s")
+                start = asyncio.run(_start_of(server, plan, block, took, journal.directory / f"traces-{arm.slug}"))
+            clock.spent("start", time.monotonic() - begin)
+            _accept(arm, start, journal)
+            starts.append(start)
+    return starts
+
+
+def _start_name(arm: Arm, block: int) -> str:
+    return f"block{block}-{arm.slug}"
+
+
+def _accept(arm: Arm, start: Start, journal: Journal) -> None:
+    """Keep a start that proved its arm.
+
+    Raises:
+        NotProvedError: it did not; nothing of it is kept but the log.
+    """
+    if start.problems:
+        raise NotProvedError(f"{arm.name} was not what it says ({start.log}): {'; '.join(start.problems)}")
+    say(f"{arm.name}: proved: live patches {', '.join(start.live) or 'none'}")
+    journal.save(_start_name(arm, start.block), asdict(start))
+
+
+def run_resident(
+    arms: Sequence[Arm], options: LaunchOptions, plan: Plan, blocks: int, journal: Journal, clock: Clock, ready_s: float
+) -> list[Start] | None:
+    """All arms' servers at once on the same GPUs, measured in turns while the others idle. None: the time ran out.
+
+    One start per arm instead of one per arm and block: faster, but how starts of one arm differ stays hidden.
+    """
+    kept = [journal.load(_start_name(arm, block)) for block in range(blocks) for arm in arms]
+    if all(start is not None for start in kept):
+        return [Start(**start) for start in kept if start is not None]
+    servers = {arm.name: Server(arm, options, journal.directory / f"resident-{arm.slug}.log") for arm in arms}
+    took: dict[str, float] = {}
+    try:
+        for name, server in servers.items():  # one after the other: the first one fills the compiler caches
+            say(f"{name}: starting, log {server.log_path}")
+            took[name] = server.start().wait_ready(
+                min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{name}: starting")
+            )
+            say(f"{name}: ready after {took[name]:.0f} s")
+        starts = asyncio.run(_resident_blocks(arms, servers, plan, blocks, took, journal, clock))
+    finally:
+        for server in servers.values():
+            server.stop()
+    if starts is None:
+        return None
+    by_name = {arm.name: arm for arm in arms}
+    for start in starts:
+        _accept(by_name[start.arm], start, journal)
+    return starts
+
+
+async def _resident_blocks(
+    arms: Sequence[Arm],
+    servers: dict[str, Server],
+    plan: Plan,
+    blocks: int,
+    took: dict[str, float],
+    journal: Journal,
+    clock: Clock,
+) -> list[Start] | None:
+    samples: dict[tuple[str, int], list[dict[str, Any]]] = {(arm.name, b): [] for arm in arms for b in range(blocks)}
+    names = [arm.name for arm in arms]
+    async with client.session() as http:
+        for server in servers.values():
+            await warm_up(http, server, plan)
+        for block in range(blocks):
+            begin = time.monotonic()
+            if not clock.fits("block"):
+                return None
+            for round_ in range(plan.rounds):
+                for concurrency in plan.concurrencies:
+                    for name in paired.arm_order(names, block + round_):
+                        sample = await _measure_once(http, servers[name], plan, concurrency, block, round_)
+                        samples[name, block].append(sample)
+            clock.spent("block", time.monotonic() - begin)
+        profiles = {
+            arm.name: await take_profile(http, servers[arm.name], plan, journal.directory / f"traces-{arm.slug}")
+            for arm in arms
+        }
+    return [
+        _finished(servers[name], block, taken, took[name], profiles[name]) for (name, block), taken in samples.items()
+    ]
+
+
+def cells_of(
+    starts: Sequence[Start], arms: Sequence[Arm], model: Model, options: LaunchOptions, plan: Plan, engine: str
+) -> list[dict[str, Any]]:
+    """One cell per arm and concurrency; the first arm is the baseline."""
+    cells = []
+    for concurrency in plan.concurrencies:
+        samples = [
+            paired.Sample(start.arm, start.block, taken["round"], taken["tokens_per_s"], taken["tpot_ms"])
+            for start in starts
+            for taken in start.samples
+            if taken["concurrency"] == concurrency
+        ]
+        for arm in arms:
+            mine = [sample for sample in samples if sample.arm == arm.name]
+            own = [
+                taken["engine_tokens_per_s"]
+                for start in starts
+                for taken in start.samples
+                if start.arm == arm.name
+                and taken["concurrency"] == concurrency
+                and taken["engine_tokens_per_s"] is not None
+            ]
+            versus = paired.compare(samples, arms[0].name, arm.name) if arm is not arms[0] else None
+            cell = _cell(arm, mine, own, versus, model, options, concurrency, engine, starts)
+            base = cells[-arms.index(arm)] if versus else cell
+            cells.append({**cell, "baseline_tokens_per_s": base["tokens_per_s"] if versus else None})
+    return cells
+
+
+def _cell(
+    arm: Arm,
+    samples: Sequence[paired.Sample],
+    own: Sequence[float],
+    versus: paired.Comparison | None,
+    model: Model,
+    options: LaunchOptions,
+    concurrency: int,
+    engine: str,
+    starts: Sequence[Start],
+) -> dict[str, Any]:
+    saved_us = versus.saved_ms * 1e3 / model.moe_layers if versus and model.moe_layers else None
+    return {
+        "model": model.name,
+        "engine": engine,
+        "layers": model.layers,
+        "moe_layers": model.moe_layers,
+        "experts": model.experts,
+        "tp": options.tp,
+        "ep": options.ep,
+        "dp": options.dp,
+        "padded_rows": options.padded_rows,
+        "concurrency": concurrency,
+        "arm": arm.name,
+        "patches": next(",".join(start.live) for start in starts if start.arm == arm.name),
+        "tokens_per_s": round(statistics.median([s.tokens_per_s for s in samples]), 1),
+        "tpot_ms": round(statistics.median([s.tpot_ms for s in samples]), 4),
+        "engine_log_tokens_per_s": round(statistics.median(own), 1) if own else None,
+        "repeats": len(samples),
+        "blocks": len({s.block for s in samples}),
+        "gain_pct": round(versus.gain_pct, 3) if versus else None,
+        "gain_low_pct": round(versus.low_pct, 3) if versus else None,
+        "gain_high_pct": round(versus.high_pct, 3) if versus else None,
+        "interval": [round(versus.low_pct, 3), round(versus.high_pct, 3)] if versus else None,
+        "noise_pct": round(versus.noise_pct, 3) if versus else None,
+        "verdict": versus.verdict if versus else "baseline",
+        "saved_us_per_moe_layer": round(saved_us, 3) if saved_us is not None else None,
+        "saved_ms_58_layers": round(saved_us * DEEPSEEK_V3_MOE_LAYERS / 1e3, 3) if saved_us is not None else None,
+    }
+
+
+def _outputs(
+    cells: list[dict[str, Any]],
+    starts: Sequence[Start],
+    arms: Sequence[Arm],
+    options: LaunchOptions,
+    args: argparse.Namespace,
+) -> None:
+    shares = {
+        arm.name: next(({k: round(v, 4) for k, v in s.shares.items()} for s in starts if s.arm == arm.name), {})
+        for arm in arms
+    }
+    meta = report.run_meta(
+        servers={arm.name: options.shown(arm) for arm in arms},
+        mode=args.mode,
+        input_len=args.input_len,
+        output_len=args.output_len,
+    )
+    # Shares belong to a concurrency and a model, so they are cells' data, not the file's.
+    for cell in cells:
+        if cell["concurrency"] == args.profile_at:
+            cell["chain_share_of_step"] = shares[cell["arm"]].get("chain")
+            cell["shares_of_step"] = shares[cell["arm"]]
+    report.merge_results(args.out, meta, cells, KEY)
+    merged = json.loads(args.out.read_text())
+    report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
+    title = f"{cells[0]['model']}, {cells[0]['experts']} experts, sglang {cells[0]['engine']}, {meta['gpu']}"
+    picture = args.out.with_name(f"{args.out.stem}_{cells[0]['model']}_{cells[0]['engine']}.png")
+    report.draw_gains(picture, title, cells)
+    report.write_json(
+        args.work / f"samples-{cells[0]['model']}-{cells[0]['engine']}.json",
+        {"meta": meta, "starts": [asdict(start) for start in starts]},
+    )
+    columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "noise %", "us/MoE layer", "verdict"]
+    report.print_table(
+        title,
+        columns,
+        [
+            [
+                cell["concurrency"],
+                cell["arm"],
+                cell["tokens_per_s"],
+                f"{cell['tpot_ms']:.3f}",
+                "" if cell["gain_pct"] is None else cell["gain_pct"],
+                "" if cell["interval"] is None else f"{cell['gain_low_pct']:.2f} .. {cell['gain_high_pct']:.2f}",
+                "" if cell["noise_pct"] is None else cell["noise_pct"],
+                "" if cell["saved_us_per_moe_layer"] is None else cell["saved_us_per_moe_layer"],
+                cell["verdict"],
+            ]
+            for cell in cells
+        ],
+    )
+    for name, parts in shares.items():
+        say(
+            f"{name}: share of a step at {args.profile_at} requests: "
+            + ", ".join(f"{k} {v:.1%}" for k, v in parts.items())
+        )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="A/B of decode speed on the real server.")
+    parser.add_argument("--arms", nargs="+", default=[ENGINE, PLUGIN], help="first is the baseline; see the README")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32, 128, 256])
+    parser.add_argument("--blocks", type=int, default=2, help="starts of every arm (A B, B A, ...)")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of every concurrency in a start")
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument(
+        "--mode", choices=("fresh", "resident"), default="fresh", help="resident: all arms' servers at once"
+    )
+    parser.add_argument("--profile-at", type=int, help="concurrency of the profile; default: 32, or the first above")
+    parser.add_argument("--profile-steps", type=int, default=8)
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start nothing that would not end in time")
+    parser.add_argument(
+        "--out", type=Path, default=Path("e2e_decode.json"), help="results; merged into an existing file"
+    )
+    parser.add_argument("--work", type=Path, default=Path("e2e_work"), help="logs, traces and finished starts")
+    add_server_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    install_cleanup()
+    try:
+        arms = [parse_arm(text) for text in args.arms]
+        if len({arm.name for arm in arms}) != len(arms) or len(arms) < 2:
+            raise ValueError(f"arms: are {args.arms}, must be two or more different ones")
+        model = Model.read(args.model_path, args.model_name)
+        report.check_same_gpu(args.out, report.run_meta())
+        concurrencies = sorted(set(args.concurrency))
+        if args.profile_at is None:
+            args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])
+        options = launch_options(args, concurrencies)
+        if args.mode == "resident":
+            # What a server's share of the memory is, it computes from what it finds free.
+            need = max(concurrencies) * (args.input_len + args.output_len + 256)
+            total = options.max_total_tokens or need
+            options = dataclasses.replace(options, max_total_tokens=total, mem_fraction=args.mem_fraction / len(arms))
+    except ValueError as error:
+        parser.error(str(error))
+    plan = Plan(
+        tuple(concurrencies),
+        args.rounds,
+        args.input_len,
+        args.output_len,
+        args.profile_at,
+        args.profile_steps,
+        model.vocab_size,
+        args.dp,
+    )
+    engine = report.version("sglang")
+    fingerprint = {
+        "options": asdict(options),
+        "plan": asdict(plan),
+        "mode": args.mode,
+        "engine": engine,
+        "plugin": plugin_digest(),
+        "gpus": report.nvidia_smi("uuid"),  # pairs from two machines would not be pairs
+    }
+    journal, clock = Journal(args.work, "decode", fingerprint), Clock(args.time_limit)
+    run = run_fresh if args.mode == "fresh" else run_resident
+    try:
+        starts = run(arms, options, plan, args.blocks, journal, clock, args.ready_timeout)
+    except NotProvedError as error:
+        say(f"NOT PROVED: {error}")
+        return NOT_PROVED
+    except (ServerError, *client.FAILURES) as error:
+        say(f"FAILED: {error!r}" if not str(error) else f"FAILED: {error}")
+        return FAILED
+    if starts is None:
+        say("the time is used up; run the same command again to go on")
+        return INCOMPLETE
+    _outputs(cells_of(starts, arms, model, options, plan, engine), starts, arms, options, args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+#!/usr/bin/env python3
+"""Same tokens? Greedy decoding of the same prompts by the engine and by the plugin, on a checkpoint with real weights.
+
+    python benchmark/e2e/equality.py --model-path DIR
+
+Four servers, one after the other, alike but for the arm and for DeepEP's tokens per rank (so the padded rows):
+
+1. the engine with padded rows a multiple of 512, where its grouped GEMM is right: the reference;
+2. the plugin with the same rows: must give the reference's tokens;
+3. the engine with other rows (128 per rank): shows how far its GEMM is off;
+4. the plugin with those rows: must give the reference's tokens.
+
+Every server decodes all prompts one at a time, then all at once, twice. One at a time nothing depends on timing, and
+tokens must be equal. All at once, batches form as requests arrive: the second pass shows how far a server repeats
+itself, and the comparison counts only where the reference does.
+
+A token that differs where the reference's two best logits are closer than ``--near-tie`` is counted apart; the default
+allows none. Finished servers are kept in ``--work``, so that an interrupted run goes on. Exit status: 0 equal; 1 a
+server failed; 3 the time ran out; 4 an arm was not what it says; 5 tokens differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from harness import client, evidence, report
+from harness.arms import ENGINE, PLUGIN, Arm, parse_arm, plugin_digest
+from harness.cli import (
+    FAILED,
+    INCOMPLETE,
+    NOT_PROVED,
+    Clock,
+    Journal,
+    Model,
+    NotProvedError,
+    add_server_arguments,
+    launch_options,
+)
+from harness.report import say
+from harness.server import RIGHT_ROWS, LaunchOptions, Server, ServerError, install_cleanup
+
+DIFFERENT = 5
+SINGLE, BATCH, REPEAT = "one at a time", "all at once", "all at once again"
+_PASSES = (SINGLE, BATCH, REPEAT)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What one server decoded.
+
+    Attributes:
+        tokens: per pass and prompt, the tokens.
+        gaps: per prompt of the first pass and token, the log-probability between the best and the second best.
+    """
+
+    arm: str
+    rows: int
+    live: list[str]
+    tokens: dict[str, list[list[int]]]
+    gaps: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two servers' tokens of one pass compared. A prompt counts up to its first difference: after it, contexts differ.
+
+    Attributes:
+        prompts: how many there are.
+        equal: prompts with all tokens equal.
+        near_ties: prompts whose first difference is where the reference nearly ties.
+        matching_tokens: part of all tokens before first differences.
+    """
+
+    prompts: int
+    equal: int
+    near_ties: int
+    matching_tokens: float
+
+    @property
+    def different(self) -> int:
+        """Prompts that differ where the reference was decided."""
+        return self.prompts - self.equal - self.near_ties
+
+
+def compare_tokens(
+    reference: Sequence[Sequence[int]],
+    other: Sequence[Sequence[int]],
+    gaps: Sequence[Sequence[float]] | None = None,
+    near_tie: float = 0.0,
+) -> Difference:
+    """Compare prompt by prompt; ``gaps`` are the reference's."""
+    equal = near = matching = 0
+    for index, (mine, theirs) in enumerate(zip(reference, other, strict=True)):
+        first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
+        matching += len(mine) if first is None else first
+        if first is None:
+            equal += 1
+        elif gaps is not None and gaps[index][first] < near_tie:
+            near += 1
+    return Difference(len(reference), equal, near, matching / max(1, sum(map(len, reference))))
+
+
+def _gaps(meta: dict[str, Any]) -> list[float]:
+    return [top[0][0] - top[1][0] for top in meta["output_top_logprobs"]]  # each (logprob, token, text), best first
+
+
+async def _decode(server: Server, prompts: list[list[int]], length: int) -> tuple[dict[str, list[list[int]]], Any]:
+    tokens: dict[str, list[list[int]]] = {}
+    async with client.session() as http:
+        singles = []
+        for index, prompt in enumerate(prompts):
+            singles += await client.stream_batch(
+                http, server.url, [prompt], length, return_logprob=True, top_logprobs_num=2
+            )
+            if (index + 1) % 16 == 0:
+                say(f"{server.arm.name}: {index + 1} of {len(prompts)} prompts, one at a time")
+        tokens[SINGLE] = [progress.output_ids for progress in singles]
+        for name in (BATCH, REPEAT):
+            batch = await client.stream_batch(http, server.url, prompts, length)
+            tokens[name] = [progress.output_ids for progress in batch]
+    return tokens, [_gaps(progress.meta) for progress in singles]
+
+
+def decode_all(
+    arm: Arm,
+    options: LaunchOptions,
+    prompts: list[list[int]],
+    length: int,
+    journal: Journal,
+    clock: Clock,
+    ready_s: float,
+) -> Outputs | None:
+    """One server's outputs, or None when the time ran out.
+
+    Raises:
+        NotProvedError: the arm was not what it says.
+    """
+    name = f"rows{options.padded_rows}-{arm.slug}"
+    kept = journal.load(name)
+    if kept is not None:
+        say(f"{arm.name}, {options.padded_rows} padded rows: kept from the last run")
+        return Outputs(**kept)
+    if not clock.fits("server"):
+        return None
+    begin = time.monotonic()
+    log = journal.directory / f"{name}.log"
+    say(f"{arm.name}, {options.padded_rows} padded rows: starting, log {log}")
+    with Server(arm, options, log).start() as server:
+        server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{arm.name}: starting"))
+        tokens, gaps = asyncio.run(_decode(server, prompts, length))
+        seen = evidence.read_log(server.log_text())
+    problems = evidence.check_log(arm, seen)
+    if problems:
+        raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
+    clock.spent("server", time.monotonic() - begin)
+    live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
+    outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps)
+    journal.save(name, asdict(outputs))
+    return outputs
+
+
+def judge(reference: Outputs, others: Sequence[Outputs], near_tie: float) -> tuple[list[dict[str, Any]], list[str]]:
+    """Cells of the results, and what must not be."""
+    cells, faults = [], []
+    repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])
+    for other in (reference, *others):
+        must_equal = other.arm != ENGINE  # the engine's own other rows are shown, not judged
+        for name in _PASSES:
+            gaps = reference.gaps if name == SINGLE else None
+            # All at once, the reference itself is what it is on its first pass.
+            base = reference.tokens[SINGLE if name == SINGLE else BATCH]
+            found = compare_tokens(base, other.tokens[name], gaps, near_tie)
+            judged = must_equal and (name == SINGLE or repeats.equal == repeats.prompts)
+            if judged and found.different:
+                faults.append(
+                    f"{other.arm} with {other.rows} padded rows, {name}: {found.different} of {found.prompts} prompts "
+                    f"differ from the engine with {reference.rows}"
+                )
+            cells.append(
+                {
+                    "arm": other.arm,
+                    "patches": ",".join(other.live),
+                    "padded_rows": other.rows,
+                    "pass": name,
+                    "prompts": found.prompts,
+                    "equal": found.equal,
+                    "near_ties": found.near_ties,
+                    "matching_tokens": round(found.matching_tokens, 4),
+                    "judged": judged,
+                    "role": "reference" if other is reference else "must equal" if must_equal else "shown",
+                }
+            )
+    return cells, faults
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare greedy tokens of the engine and the plugin.")
+    parser.add_argument("--arms", nargs="+", default=[PLUGIN], help="arms beside the engine")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--input-len", type=int, default=64, help="longest prompt; shortest is half of it")
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument(
+        "--other-dispatch-tokens", type=int, metavar="N", help="DeepEP tokens per rank where the engine is wrong"
+    )
+    parser.add_argument("--near-tie", type=float, default=0.0, metavar="LOGPROB")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS")
+    parser.add_argument("--out", type=Path, default=Path("e2e_equality.json"))
+    parser.add_argument("--work", type=Path, default=Path("e2e_work"))
+    add_server_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    install_cleanup()
+    try:
+        arms = [parse_arm(text) for text in args.arms]
+        model = Model.read(args.model_path, args.model_name)
+        right = launch_options(args, [1, args.prompts])
+        tokens = args.other_dispatch_tokens or next(n for n in (128, 64, 32, 16) if n * args.ep % RIGHT_ROWS)
+        other = launch_options(args, [1, args.prompts], dispatch_tokens=tokens)
+        if right.padded_rows % RIGHT_ROWS or not other.padded_rows % RIGHT_ROWS:
+            raise ValueError(
+                f"dispatch-tokens: padded rows are {right.padded_rows} and {other.padded_rows}, must be a multiple of "
+                f"{RIGHT_ROWS} and not one"
+            )
+        # The same chunks and graphs with both row counts: nothing but DeepEP's buffers may differ.
+        right, other = (options.with_chunk(other.padded_rows) for options in (right, other))
+    except ValueError as error:
+        parser.error(str(error))
+    lengths = [args.input_len - i % (args.input_len // 2 + 1) for i in range(args.prompts)]
+    prompts = [client.random_prompts(1, length, model.vocab_size, seed)[0] for seed, length in enumerate(lengths)]
+    journal = Journal(
+        args.work,
+        "equality",
+        {
+            "right": asdict(right),
+            "other": asdict(other),
+            "prompts": prompts,
+            "output_len": args.output_len,
+            "engine": report.version("sglang"),
+            "plugin": plugin_digest(),
+            "gpus": report.nvidia_smi("uuid"),
+        },
+    )
+    clock = Clock(args.time_limit)
+    runs = [(parse_arm(ENGINE), right), *((arm, right) for arm in arms)]
+    runs += [(parse_arm(ENGINE), other), *((arm, other) for arm in arms)]
+    outputs = []
+    try:
+        for arm, options in runs:
+            done = decode_all(arm, options, prompts, args.output_len, journal, clock, args.ready_timeout)
+            if done is None:
+                say("the time is used up; run the same command again to go on")
+                return INCOMPLETE
+            outputs.append(done)
+    except NotProvedError as error:
+        say(f"NOT PROVED: {error}")
+        return NOT_PROVED
+    except (ServerError, *client.FAILURES) as error:
+        say(f"FAILED: {error!r}" if not str(error) else f"FAILED: {error}")
+        return FAILED
+    cells, faults = judge(outputs[0], outputs[1:], args.near_tie)
+    distinct = len({token for row in outputs[0].tokens[SINGLE] for token in row})
+    meta = report.run_meta(
+        model=asdict(model),
+        output_len=args.output_len,
+        near_tie=args.near_tie,
+        distinct_tokens=distinct,
+        faults=faults,
+        servers={f"{arm.name}, {options.padded_rows} rows": options.shown(arm) for arm, options in runs},
+    )
+    report.write_json(args.out, {"meta": meta, "cells": cells})
+    columns = ["arm", "padded rows", "pass", "equal prompts", "near ties", "matching tokens %", "role"]
+    report.print_table(
+        f"Greedy tokens against the engine with {outputs[0].rows} padded rows",
+        columns,
+        [
+            [
+                cell["arm"],
+                cell["padded_rows"],
+                cell["pass"],
+                f"{cell['equal']} / {cell['prompts']}",
+                cell["near_ties"],
+                100.0 * cell["matching_tokens"],
+                cell["role"] + ("" if cell["judged"] or cell["role"] != "must equal" else " (not judged)"),
+            ]
+            for cell in cells
+        ],
+    )
+    if distinct < args.prompts:
+        say(f"only {distinct} distinct tokens: equal tokens of such a model prove little")
+    for fault in faults:
+        say(f"DIFFERENT: {fault}")
+    return DIFFERENT if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Shared parts of the end-to-end tools: arms, servers, load, evidence, statistics, reports."""

@@ -1,0 +1,93 @@
+"""What is compared: the engine alone, the plugin, or a chosen list of its patches."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+_PREFIX = "SGLANG_W4AFP8_"
+ENGINE, PLUGIN = "engine", "plugin"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of the comparison.
+
+    Attributes:
+        name: as in the results: ``engine``, ``plugin`` or the patch names joined with commas.
+        patches: the patches that must be live; empty for the engine alone, None for all that the plugin selects.
+    """
+
+    name: str
+    patches: tuple[str, ...] | None
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether the plugin must leave the engine untouched."""
+        return self.patches == ()
+
+    @property
+    def slug(self) -> str:
+        """The name as a part of a file name."""
+        return self.name.replace(",", "+")
+
+    def environ(self, inherited: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The server's environment. Switches of the caller do not leak into an arm."""
+        base = os.environ if inherited is None else inherited
+        environ = {key: value for key, value in base.items() if not key.startswith(_PREFIX)}
+        if self.is_engine:
+            return {**environ, f"{_PREFIX}DISABLE": "1"}
+        environ[f"{_PREFIX}STRICT"] = "1"  # a patch that cannot be live stops the server instead of comparing A with A
+        if self.patches is not None:
+            environ[f"{_PREFIX}PATCHES"] = ",".join(self.patches)
+        return environ
+
+
+def _plugin() -> ModuleType:
+    """The plugin's module, of the installed package or else of this checkout. It imports the standard library only."""
+    try:
+        from sglang_w4afp8 import plugin
+    except ModuleNotFoundError:
+        sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
+        from sglang_w4afp8 import plugin
+    return plugin
+
+
+def known_patches() -> tuple[str, ...]:
+    """Names in the plugin's ledger."""
+    return tuple(patch.name for patch in _plugin().LEDGER)
+
+
+def plugin_digest() -> str:
+    """A digest of the plugin's files: results of two states of it must not be mixed."""
+    root = Path(str(_plugin().__file__)).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
+        digest.update(path.relative_to(root).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def parse_arm(text: str) -> Arm:
+    """``engine``, ``plugin``, or patch names separated by commas.
+
+    Raises:
+        ValueError: a name that is not in the plugin's ledger.
+    """
+    if text == ENGINE:
+        return Arm(ENGINE, ())
+    if text == PLUGIN:
+        return Arm(PLUGIN, None)
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    unknown = [name for name in names if name not in known_patches()]
+    if unknown:
+        raise ValueError(
+            f"arm: {text!r} names {', '.join(map(repr, unknown))}, must be {ENGINE!r}, {PLUGIN!r} or names out of "
+            f"{', '.join(known_patches())}"
+        )
+    return Arm(",".join(names), names)

@@ -1,0 +1,130 @@
+"""What the command-line tools share: exit codes, server arguments, what is said of a model, the time box."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness import report
+from harness.server import LAUNCH, LaunchOptions, parse_command, split_flags
+
+FAILED, USAGE, INCOMPLETE, NOT_PROVED = 1, 2, 3, 4
+
+
+class NotProvedError(RuntimeError):
+    """An arm was not what it says."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the results say of the model, from its ``config.json``."""
+
+    name: str
+    layers: int
+    moe_layers: int
+    experts: int
+    vocab_size: int
+
+    @classmethod
+    def read(cls, path: Path, name: str | None) -> Model:
+        """Raises ``ValueError`` if the directory has no config of a mixture-of-experts model."""
+        try:
+            config = json.loads((path / "config.json").read_text())
+            layers, experts = config["num_hidden_layers"], config["n_routed_experts"]
+            dense = min(layers, config.get("first_k_dense_replace", 0))
+            return cls(name or path.name, layers, layers - dense, experts, config["vocab_size"])
+        except (OSError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"model-path: {path} has no config.json of a mixture-of-experts model: {error!r}"
+            ) from error
+
+
+class Journal:
+    """Finished parts of a run, a JSON file each, so that a run can go on where the last one stopped.
+
+    Parts of runs that differ in anything that ``fingerprint`` names are kept apart.
+    """
+
+    def __init__(self, work: Path, kind: str, fingerprint: Mapping[str, Any]) -> None:
+        text = json.dumps(fingerprint, sort_keys=True, default=str)
+        self.directory = work / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        report.write_json(self.directory / "fingerprint.json", {"fingerprint": json.loads(text)})
+
+    def load(self, name: str) -> dict[str, Any] | None:
+        """A finished part, or None."""
+        path = self.directory / f"{name}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def save(self, name: str, part: Mapping[str, Any]) -> None:
+        """Keep a finished part."""
+        report.write_json(self.directory / f"{name}.json", part)
+
+
+class Clock:
+    """The time box: whether another step of a kind still fits."""
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._begin, self._limit = time.monotonic(), limit_s
+        self._longest: dict[str, float] = {}
+
+    @property
+    def left_s(self) -> float:
+        return float("inf") if self._limit is None else self._limit - (time.monotonic() - self._begin)
+
+    def spent(self, kind: str, seconds: float) -> None:
+        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+
+    def fits(self, kind: str) -> bool:
+        """Whether the longest step of this kind so far would end in time. The first one is always tried."""
+        return self.left_s > 0 and self._longest.get(kind, 0.0) <= self.left_s
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments on how to serve, shared by all tools."""
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--model-path", type=Path, required=True, help="a checkpoint, or a directory with its config.json"
+    )
+    group.add_argument("--model-name", help="its name in the results; default: the directory's")
+    group.add_argument("--load-format", default="auto", help="auto, or dummy for random weights without files")
+    group.add_argument("--tp", type=int, default=1)
+    group.add_argument("--ep", type=int, default=1)
+    group.add_argument("--dp", type=int, default=1, help="attention data parallel size")
+    group.add_argument("--dispatch-tokens", type=int, help="DeepEP tokens per rank; rows are padded to this times --ep")
+    group.add_argument("--mem-fraction", type=float, default=0.7)
+    group.add_argument("--max-total-tokens", type=int, help="cap on the KV cache")
+    group.add_argument("--context-length", type=int, default=4096)
+    group.add_argument("--with-tokenizer", action="store_true", help="do not pass --skip-tokenizer-init")
+    group.add_argument(
+        "--launch-command", type=parse_command, default=LAUNCH, help="default: python -m sglang.launch_server"
+    )
+    group.add_argument("--server-args", action="append", default=[], metavar="TEXT", help="more flags, after ours")
+    group.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS")
+
+
+def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **change: Any) -> LaunchOptions:
+    """The options that the arguments say."""
+    options = LaunchOptions(
+        model_path=str(args.model_path),
+        concurrencies=tuple(sorted(concurrencies)),
+        load_format=args.load_format,
+        tp=args.tp,
+        ep=args.ep,
+        dp=args.dp,
+        dispatch_tokens=args.dispatch_tokens,
+        mem_fraction=args.mem_fraction,
+        max_total_tokens=args.max_total_tokens,
+        context_length=args.context_length,
+        skip_tokenizer=not args.with_tokenizer,
+        command=args.launch_command,
+        extra=split_flags(args.server_args),
+    )
+    return dataclasses.replace(options, **change)

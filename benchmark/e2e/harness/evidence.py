@@ -1,0 +1,204 @@
+"""What a server really ran: the plugin's log lines, the engine's own speed lines, and kernel names in a profile."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.arms import Arm
+
+# The lines of sglang_w4afp8.lifecycle and sglang_w4afp8.plugin; a test makes them there and reads them here.
+_ACTIVATION = re.compile(r"sglang-w4afp8 \S+ on sglang (?P<engine>\S+) \(pid (?P<pid>\d+)\): active: (?P<states>.*)$")
+_FIRST_CALL = re.compile(r"sglang-w4afp8: first low-latency call: .*\bpatches=(?P<patches>\S+)")
+_DISABLED = re.compile(r"sglang-w4afp8 \S+: disabled by ")
+_OURS = re.compile(r"sglang-w4afp8")
+
+
+@dataclass(frozen=True)
+class LogEvidence:
+    """The plugin's lines in a server's log.
+
+    Attributes:
+        activations: per process that activated, the patches that it says are active.
+        standing_down: texts of patches that were wanted and are not live.
+        first_calls: per process that made a low-latency call, the patches that were live then.
+        disabled: processes that said that the plugin is switched off.
+        other: further lines of the plugin.
+    """
+
+    activations: tuple[tuple[str, ...], ...] = ()
+    standing_down: tuple[str, ...] = ()
+    first_calls: tuple[tuple[str, ...], ...] = ()
+    disabled: int = 0
+    other: tuple[str, ...] = ()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return () if text.strip() == "none" else tuple(name.strip() for name in text.split(","))
+
+
+def read_log(text: str) -> LogEvidence:
+    """Find the plugin's lines."""
+    activations, down, first_calls, other, disabled = [], [], [], [], 0
+    for line in text.splitlines():
+        if match := _ACTIVATION.search(line):
+            active, *states = match["states"].split("; ")
+            activations.append(_names(active))
+            down += [state for state in states if state.startswith("standing down")]
+        elif match := _FIRST_CALL.search(line):
+            first_calls.append(_names(match["patches"]))
+        elif _DISABLED.search(line):
+            disabled += 1
+        elif _OURS.search(line):
+            other.append(line.strip())
+    return LogEvidence(tuple(activations), tuple(down), tuple(first_calls), disabled, tuple(other))
+
+
+def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
+    """What in the log contradicts the arm; empty when nothing does."""
+    if arm.is_engine:
+        live = [f"activation line with {', '.join(names)}" for names in seen.activations if names]
+        return [*live, *(f"first low-latency call with {', '.join(names)}" for names in seen.first_calls)]
+    problems = [*seen.standing_down]
+    if seen.disabled:
+        problems.append(f"{seen.disabled} processes say that the plugin is disabled")
+    for what, lines in (("activation", seen.activations), ("first low-latency call", seen.first_calls)):
+        if not lines:
+            problems.append(f"no {what} line of the plugin")
+        for names in dict.fromkeys(lines):
+            if arm.patches is not None and set(names) != set(arm.patches):
+                problems.append(f"{what} line with {', '.join(names) or 'none'}, must be {', '.join(arm.patches)}")
+            elif not names:
+                problems.append(f"{what} line without an active patch")
+    if len({frozenset(names) for names in (*seen.activations, *seen.first_calls)}) > 1:
+        problems.append("processes disagree on the active patches")
+    return problems
+
+
+@dataclass(frozen=True)
+class KernelMark:
+    """How a patch shows in a profile: a kernel of ours, and the engine's kernel that must then be gone."""
+
+    patch: str
+    ours: str | None
+    engine: str | None
+
+
+# The requant is no mark: both sides have a kernel of that name. `gemm` picks tiles of the engine's own kernel.
+MARKS = (
+    KernelMark("silu", "_silu_and_mul_masked_quant_kernel", "_silu_and_mul_post_per_tensor_quant_kernel"),
+    KernelMark("problem_sizes", None, "compute_problem_sizes_w4a8_kernel"),
+)
+# Must show in every profile: otherwise the path that is compared did not run at all.
+PATH_KERNEL = "_fp8_per_token_quant_to_per_tensor_quant_kernel"
+
+# First match wins. The grouped GEMM is CUTLASS's mixed-input collective, used by nothing else on this path.
+STEP_GROUPS: Mapping[str, re.Pattern[str]] = {
+    "requant": re.compile(PATH_KERNEL),
+    "silu": re.compile("_silu_and_mul_post_per_tensor_quant_kernel|_silu_and_mul_masked_quant_kernel"),
+    "problem_sizes": re.compile("compute_problem_sizes_w4a8_kernel"),
+    "gemm": re.compile("MixedInput|int4_fp8_get_group_gemm_starts|_w4a8_.*gemm|w4a8_.*_kernel"),
+    "deepep": re.compile("deep_ep|internode_ll|low_latency"),
+}
+# The five launches of the chain that the plugin works on; the rest of the layer is DeepEP, router and shared experts.
+CHAIN = ("requant", "silu", "problem_sizes", "gemm")
+
+
+@dataclass
+class Profile:
+    """Kernels of a short profile: how often each ran, for how long in all (us), and the wall time they span (us)."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    total_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    wall_us: float = 0.0
+
+    def shares(self) -> dict[str, float]:
+        """Part of the wall time: each group of `STEP_GROUPS`, all ``other`` kernels, ``idle``, and the ``chain``."""
+        shares = dict.fromkeys([*STEP_GROUPS, "other"], 0.0)
+        for name, total in self.total_us.items():
+            group = next((group for group, pattern in STEP_GROUPS.items() if pattern.search(name)), "other")
+            shares[group] += total / self.wall_us if self.wall_us else 0.0
+        idle = max(0.0, 1.0 - sum(shares.values()))
+        return {**shares, "idle": idle, "chain": sum(shares[group] for group in CHAIN)}
+
+    def top(self, count: int = 25) -> list[tuple[str, int, float]]:
+        """The longest-running kernels: name, launches, total microseconds."""
+        ranked = sorted(self.total_us.items(), key=lambda item: -item[1])
+        return [(name[:160], self.counts[name], round(total, 1)) for name, total in ranked[:count]]
+
+
+def read_profile(path: Path) -> Profile:
+    """Kernels of a torch-profiler trace (``.trace.json.gz``).
+
+    Raises:
+        ValueError: the file is not (yet) a whole trace.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as trace:
+            events = json.load(trace)["traceEvents"]
+    except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path}: not a whole trace: {error}") from error
+    profile, first, last = Profile(), float("inf"), float("-inf")
+    for event in events:
+        if event.get("cat") == "kernel":
+            profile.counts[event["name"]] += 1
+            profile.total_us[event["name"]] += event["dur"]
+            first, last = min(first, event["ts"]), max(last, event["ts"] + event["dur"])
+    profile.wall_us = max(0.0, last - first)
+    return profile
+
+
+def check_kernels(live: Iterable[str], kernels: Iterable[str]) -> list[str]:
+    """What the kernel names contradict, given the patches that are said to be live."""
+    live, names = set(live), list(kernels)
+
+    def ran(kernel: str) -> bool:
+        return any(kernel in name for name in names)
+
+    problems = [] if ran(PATH_KERNEL) else [f"profile lacks {PATH_KERNEL}: the low-latency path did not run"]
+    for mark in MARKS:
+        is_live = mark.patch in live
+        state = f"{mark.patch} is {'' if is_live else 'not '}live"
+        wanted, unwanted = (mark.ours, mark.engine) if is_live else (mark.engine, mark.ours)
+        if wanted and not ran(wanted):
+            problems.append(f"{state}, but the profile lacks {wanted}")
+        if unwanted and ran(unwanted):
+            problems.append(f"{state}, but the profile has {unwanted}")
+    return problems
+
+
+_DECODE = re.compile(r"Decode batch.*?#running-req: (?P<running>\d+),.*?gen throughput \(token/s\): (?P<rate>[0-9.]+)")
+
+
+def engine_decode_rate(log: str, running: int) -> float | None:
+    """Median of the scheduler's own decode throughput over its lines with ``running`` requests; None if none counts.
+
+    A line covers the time since the one before it, so one that follows a prefill is left out.
+    """
+    rates, clean = [], False
+    for line in log.splitlines():
+        if "Prefill batch" in line:
+            clean = False
+        elif match := _DECODE.search(line):
+            if clean and int(match["running"]) == running:
+                rates.append(float(match["rate"]))
+            clean = True
+    return statistics.median(rates) if rates else None
+
+
+# Client-side cancellations are no faults; the soak causes them on purpose.
+_ERROR = re.compile(
+    r"\b(ERROR|CRITICAL|FATAL)\b|Traceback \(most recent call last\)|CUDA error|out of memory|\bNaN\b|Error: "
+)
+_EXPECTED = re.compile(r"[Dd]isconnected|abort_request|Abort request|Ignore import error")
+
+
+def error_lines(log: str) -> list[str]:
+    """Lines that report a fault."""
+    return [line.strip() for line in log.splitlines() if _ERROR.search(line) and not _EXPECTED.search(line)]

@@ -1,0 +1,294 @@
+"""Start a server, wait until it serves, and stop all of it whatever happens."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from harness.arms import Arm
+
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
+# The compiled grouped GEMM of the engine is right where the padded rows are a multiple of this.
+RIGHT_ROWS = 512
+# DeepEP's own default for the tokens that a rank may dispatch at once; caps are multiples of it.
+DISPATCH_STEP = 128
+_HOST = "127.0.0.1"
+# The engine looks for a finished drain every five seconds.
+_TERM_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class ServerError(RuntimeError):
+    """The server did not start, or died; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """How to serve, the same for every arm.
+
+    Attributes:
+        model_path: directory of the checkpoint, or of its ``config.json`` with ``load_format="dummy"``.
+        concurrencies: batch sizes that will be decoded; each gets a CUDA graph.
+        tp, ep, dp: tensor, expert and (attention) data parallel size.
+        dispatch_tokens: tokens that a rank may dispatch at once; DeepEP pads to ``dispatch_tokens * ep`` rows. None:
+            as many as the largest batch needs, and enough for 512 padded rows.
+        max_total_tokens: cap on the KV cache; needed where two servers share a GPU.
+        chunk: tokens of one prefill chunk; None: what all ranks may dispatch together.
+        skip_tokenizer: serve token ids only.
+        command: what starts a server, for tests and unusual installations.
+        extra: more flags, after ours, so that they win.
+    """
+
+    model_path: str
+    concurrencies: tuple[int, ...]
+    load_format: str = "auto"
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+    dispatch_tokens: int | None = None
+    mem_fraction: float = 0.7
+    max_total_tokens: int | None = None
+    context_length: int = 4096
+    chunk: int | None = None
+    skip_tokenizer: bool = True
+    command: tuple[str, ...] = LAUNCH
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "ep", "dp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: is {getattr(self, name)}, must be at least 1")
+        if self.tp % self.dp:
+            raise ValueError(
+                f"dp: is {self.dp}, must divide tp ({self.tp}): attention data parallelism splits its ranks"
+            )
+        if not self.concurrencies or min(self.concurrencies) < 1:
+            raise ValueError(f"concurrencies: are {self.concurrencies}, must be at least one, each at least 1")
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens that a rank may dispatch at once (``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK``)."""
+        if self.dispatch_tokens is not None:
+            return self.dispatch_tokens
+        decoded = -(-max(self.concurrencies) // self.ep)
+        least = max(RIGHT_ROWS // self.ep, decoded)
+        return -(-least // DISPATCH_STEP) * DISPATCH_STEP
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows per local expert of DeepEP's low-latency buffers."""
+        return self.rank_tokens * self.ep
+
+    def with_chunk(self, chunk: int) -> LaunchOptions:
+        """The same with another prefill chunk."""
+        return replace(self, chunk=chunk)
+
+    def flags(self, port: int) -> list[str]:
+        """The server's command line after ``command``."""
+        # A prefill chunk is dispatched at once, spread over the ranks.
+        chunk = self.chunk or self.padded_rows
+        graphs = sorted({-(-count // self.dp) for count in self.concurrencies})
+        flags = ["--model-path", self.model_path, "--host", _HOST, "--port", port]
+        flags += ["--load-format", self.load_format, "--quantization", "w4afp8"]
+        flags += ["--skip-tokenizer-init"] if self.skip_tokenizer else []
+        flags += ["--tp-size", self.tp, "--ep-size", self.ep]
+        flags += ["--dp-size", self.dp, "--enable-dp-attention"] if self.dp > 1 else []
+        flags += ["--moe-a2a-backend", "deepep", "--deepep-mode", "low_latency"]
+        flags += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-radix-cache"]
+        flags += ["--cuda-graph-bs-decode", *graphs, "--max-running-requests", max(self.concurrencies)]
+        flags += ["--mem-fraction-static", self.mem_fraction, "--context-length", self.context_length]
+        flags += ["--chunked-prefill-size", chunk, "--max-prefill-tokens", chunk, "--cuda-graph-bs-prefill", chunk]
+        flags += ["--max-total-tokens", self.max_total_tokens] if self.max_total_tokens else []
+        return [*map(str, flags), *self.extra]
+
+    def environ(self, arm: Arm) -> dict[str, str]:
+        """The environment of an arm's server."""
+        return {**arm.environ(), "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(self.rank_tokens)}
+
+    def shown(self, arm: Arm) -> str:
+        """The command as a user would type it, without folders of this machine."""
+        ours = {k: v for k, v in self.environ(arm).items() if k.startswith(("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX"))}
+        words = [Path(word).name if word.startswith("/") else word for word in (*self.command, *self.flags(30000))]
+        return " ".join([*(f"{key}={value}" for key, value in sorted(ours.items())), shlex.join(words)])
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        return probe.getsockname()[1]
+
+
+_live: list[Server] = []
+
+
+def stop_all() -> None:
+    """Stop every server that this process started."""
+    for server in list(_live):
+        server.stop()
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    # SystemExit unwinds through every `finally` and ends in atexit, as Ctrl-C does.
+    raise SystemExit(128 + signum)
+
+
+def install_cleanup() -> None:
+    """Stop all servers at exit, also on SIGINT, SIGTERM and SIGHUP."""
+    atexit.register(stop_all)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _on_signal)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent() -> None:
+    # A driver that is killed outright (a time limit) runs no handler: the kernel then ends the launcher, and the
+    # engine's own processes end with their launcher.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass
+class Server:
+    """One running server process tree, its log kept in ``log_path``. A context manager."""
+
+    arm: Arm
+    options: LaunchOptions
+    log_path: Path
+    port: int = field(default_factory=free_port)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{_HOST}:{self.port}"
+
+    def start(self) -> Server:
+        """Start the process tree; it does not serve yet."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*self.options.command, *self.options.flags(self.port)],
+                env=self.options.environ(self.arm),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # one process group: all of it can be stopped at once
+                preexec_fn=_die_with_parent,
+            )
+        _live.append(self)
+        return self
+
+    def wait_ready(self, timeout_s: float, tick: Callable[[float], None] = lambda seconds: None) -> float:
+        """Wait until the server says that it is healthy; returns the seconds it took.
+
+        Raises:
+            ServerError: it exited, or took longer than ``timeout_s``.
+        """
+        begin = time.monotonic()
+        while (elapsed := time.monotonic() - begin) < timeout_s:
+            self.check_alive()
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply,
+            ):
+                if reply.status == 200:
+                    return time.monotonic() - begin
+            tick(elapsed)
+            time.sleep(0.2)
+        raise ServerError(f"{self.arm.name}: not ready after {timeout_s:.0f} s\n{self.log_tail()}")
+
+    def check_alive(self) -> None:
+        """Raise ``ServerError`` if the launcher has exited."""
+        status = self.process.poll() if self.process else None
+        if status is not None:
+            raise ServerError(f"{self.arm.name}: the server exited with status {status}\n{self.log_tail()}")
+
+    def log_text(self, start: int = 0) -> str:
+        """The log from a byte offset on."""
+        if not self.log_path.exists():
+            return ""
+        with self.log_path.open("rb") as log:
+            log.seek(start)
+            return log.read().decode(errors="replace")
+
+    def log_size(self) -> int:
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
+
+    def log_tail(self, lines: int = 30) -> str:
+        tail = self.log_text().splitlines()[-lines:]
+        return "\n".join([f"--- last lines of {self.log_path}", *tail])
+
+    def tree(self) -> list[psutil.Process]:
+        """The launcher and everything below it."""
+        if self.process is None:
+            return []
+        try:
+            launcher = psutil.Process(self.process.pid)
+            return [launcher, *launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def stop(self) -> None:
+        """Ask the whole process group to end, then kill what is left. Safe to call twice."""
+        if self in _live:
+            _live.remove(self)
+        if self.process is None:
+            return
+        processes = self.tree()
+        for signum, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _TERM_SECONDS)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signum)
+            for process in processes:
+                # Whoever left the group is still in the tree.
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(signum)
+            self._reap(seconds)
+            processes = [process for process in processes if _running(process)]
+            if not processes:
+                break
+        self.process = None
+
+    def _reap(self, seconds: float) -> None:
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(timeout=seconds)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _running(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def parse_command(text: str) -> tuple[str, ...]:
+    """A command line as its words."""
+    return tuple(shlex.split(text))
+
+
+def split_flags(texts: Sequence[str]) -> tuple[str, ...]:
+    """Extra server flags, each text split as a shell would."""
+    return tuple(word for text in texts for word in shlex.split(text))

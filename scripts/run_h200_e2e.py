@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Everything end to end on a GPU machine, in stages that fit into short commands.
+
+    python scripts/run_h200_e2e.py check config ab-256 ab-64 --work /tmp/e2e --out OUT --seconds 580
+    python scripts/run_h200_e2e.py checkpoint equality soak  --work /tmp/e2e --out OUT --seconds 580
+
+Stages run in the order given until they are done or the time is over; the same command again goes on (exit status 3
+says that it must). What is finished is kept in ``--work``; every call ends by copying the results and an archive of all
+logs to ``--out``. The soak runs in a session of its own, so that it outlives the command that began it.
+
+Stages: ``check`` (engine, kernels, plugin, GPU), ``config`` and ``checkpoint`` (see make_synthetic_checkpoint.py),
+``ab-N`` (decode_ab.py with N routed experts), ``equality``, ``soak``.
+
+Exit status: 0 all stages done; 3 not all, run it again; otherwise that of the stage that failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+E2E = ROOT / "benchmark" / "e2e"
+INCOMPLETE = 3
+# Left at the end of a command for stopping servers and copying results.
+_MARGIN_S = 15.0
+_LOG_BYTES = 2 << 20
+
+
+def say(text: str) -> None:
+    print(f"== {text}", file=sys.stderr, flush=True)
+
+
+class Run:
+    """One call of this script."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.deadline = time.monotonic() + args.seconds - _MARGIN_S
+        self.results = args.work / "results"
+        self.results.mkdir(parents=True, exist_ok=True)
+        self.environ = dict(os.environ)
+        site = args.work / "plugin_site"
+        if site.is_dir():
+            self.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.decode = self.results / "e2e_decode.json"
+        if args.merge_into.is_file() and not self.decode.exists():
+            shutil.copy(args.merge_into, self.decode)
+
+    @property
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def tool(self, script: Path, *words: object) -> int:
+        """Run one of our scripts to its end or to the deadline; its exit status."""
+        process = subprocess.Popen([sys.executable, str(script), *map(str, words)], env=self.environ, cwd=ROOT)
+        try:
+            return process.wait(timeout=max(1.0, self.left_s))
+        except subprocess.TimeoutExpired:
+            return INCOMPLETE
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)  # it stops its servers
+                process.wait()
+
+    def model(self, experts: int, *, weights: bool) -> Path:
+        kind = "weights" if weights else "config"
+        return self.args.work / "models" / f"deepseek-v3-{self.layers(weights)[0]}l-{experts}e-{kind}"
+
+    def layers(self, weights: bool) -> tuple[int, int]:
+        """Layers and how many of them are dense. The checkpoint with weights is small: it is written and read."""
+        return (3, 1) if weights else (self.args.layers, self.args.dense_layers)
+
+    def make(self, experts: int, *, weights: bool) -> int:
+        out = self.model(experts, weights=weights)
+        if (out / "config.json").exists():
+            return 0
+        layers, dense = self.layers(weights)
+        mode = [] if weights else ["--config-only"]
+        sizes = ["--layers", layers, "--dense-layers", dense, "--experts", experts]
+        return self.tool(ROOT / "scripts" / "make_synthetic_checkpoint.py", out, *mode, *sizes)
+
+    def serving(self) -> list[object]:
+        """Flags that every tool takes."""
+        args = self.args
+        flags: list[object] = ["--tp", args.tp, "--ep", args.ep, "--dp", args.dp, "--work", args.work / "runs"]
+        for text in args.server_args:
+            flags.append(f"--server-args={text}")  # the text begins with dashes
+        return [*flags, *(["--launch-command", args.launch_command] if args.launch_command else [])]
+
+    # Stages. Each returns an exit status; 0 marks it done.
+
+    def check(self) -> int:
+        """What the other stages need, before any time is spent on a server."""
+        wheel = self.args.wheel
+        if wheel is not None and not (self.args.work / "plugin_site").is_dir():
+            site = self.args.work / "plugin_site"
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+            subprocess.run([*pip, str(wheel)], check=True)
+            self.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+        code = (
+            "from importlib.metadata import entry_points, version\n"
+            "print('plugin entry points:', [e.value for e in entry_points(group='sglang.srt.plugins')])\n"
+            "import sglang, torch, sgl_kernel, deep_ep\n"
+            "print('sglang', version('sglang'), 'torch', torch.__version__, 'gpus', torch.cuda.device_count())\n"
+            "assert any(e.name == 'w4afp8' for e in entry_points(group='sglang.srt.plugins')), 'plugin not installed'\n"
+        )
+        return subprocess.run([sys.executable, "-c", code], env=self.environ, check=False).returncode
+
+    def config(self) -> int:
+        stages = [stage for stage in self.args.stages if stage.startswith("ab-")] or ["ab-256", "ab-64"]
+        return max(self.make(int(stage.removeprefix("ab-")), weights=False) for stage in stages)
+
+    def checkpoint(self) -> int:
+        return self.make(self.args.equality_experts, weights=True)
+
+    def ab(self, experts: int) -> int:
+        made = self.make(experts, weights=False)
+        if made:
+            return made
+        args = self.args
+        words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
+        words += ["--model-name", f"deepseek-v3-{args.layers}l-{experts}e", "--out", self.decode, "--mode", args.mode]
+        words += ["--arms", *args.arms, "--concurrency", *args.concurrency]
+        words += ["--blocks", args.blocks, "--rounds", args.rounds, "--time-limit", f"{self.left_s:.0f}"]
+        return self.tool(E2E / "decode_ab.py", *words, *self.serving())
+
+    def equality(self) -> int:
+        made = self.checkpoint()
+        if made:
+            return made
+        arms = [arm for arm in self.args.arms if arm != "engine"]
+        words = ["--model-path", self.model(self.args.equality_experts, weights=True), "--arms", *arms]
+        words += ["--out", self.results / "e2e_equality.json", "--time-limit", f"{self.left_s:.0f}"]
+        return self.tool(E2E / "equality.py", *words, *self.serving())
+
+    def soak(self) -> int:
+        """Begin the soak, or look after the one that runs."""
+        state = self.args.work / "soak"
+        state.mkdir(exist_ok=True)
+        status, pid = state / "status", state / "pid"
+        if not pid.exists():
+            experts = self.args.soak_experts
+            made = self.make(experts, weights=False)
+            if made:
+                return made
+            words = [E2E / "soak.py", "--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
+            words += ["--model-name", f"deepseek-v3-{self.args.layers}l-{experts}e", "--arm", self.args.soak_arm]
+            words += ["--minutes", self.args.minutes, "--concurrency", max(self.args.concurrency)]
+            words += ["--out", self.results / "e2e_soak.json", *self.serving()]
+            # A session of its own, and a shell that notes how it ended: it may end when nobody waits.
+            shell = '"$@" > "$0/output.log" 2>&1; echo $? > "$0/status"'
+            command = ["sh", "-c", shell, str(state), sys.executable, *map(str, words)]
+            # No pipe of ours is left open in it: whoever reads this script's output would wait for the soak.
+            none = subprocess.DEVNULL
+            process = subprocess.Popen(
+                command, env=self.environ, cwd=ROOT, start_new_session=True, stdin=none, stdout=none, stderr=none
+            )
+            pid.write_text(str(process.pid))
+        while not status.exists() or not status.read_text().strip():
+            if self.left_s <= 0:
+                return INCOMPLETE
+            if not Path(f"/proc/{pid.read_text()}").exists():
+                say("the soak was killed")
+                return 1
+            time.sleep(1.0)
+        return int(status.read_text())
+
+    def stage(self, name: str) -> Callable[[], int]:
+        if name.startswith("ab-") and name.removeprefix("ab-").isdigit():
+            return lambda: self.ab(int(name.removeprefix("ab-")))
+        stages = {
+            "check": self.check,
+            "config": self.config,
+            "checkpoint": self.checkpoint,
+            "equality": self.equality,
+            "soak": self.soak,
+        }
+        if name not in stages:
+            raise ValueError(f"stage: {name!r}, must be one of {', '.join(stages)} or ab-<experts>")
+        return stages[name]
+
+    def collect(self) -> None:
+        """Copy results, and the end of every log, to ``--out``."""
+        out = self.args.out
+        out.mkdir(parents=True, exist_ok=True)
+        for path in sorted(self.results.iterdir()):
+            shutil.copy(path, out / path.name)
+        kept = [path for path in self.args.work.rglob("*") if path.suffix in (".log", ".json")]
+        with tarfile.open(out / "e2e_logs.tar.gz", "w:gz") as archive:
+            for path in sorted(path for path in kept if "models" not in path.parts and "plugin_site" not in path.parts):
+                if path.stat().st_size <= _LOG_BYTES:
+                    archive.add(path, path.relative_to(self.args.work))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="+", metavar="STAGE", help="see above")
+    parser.add_argument("--work", type=Path, required=True, help="kept between calls: models, logs, finished parts")
+    parser.add_argument("--out", type=Path, required=True, help="results are copied here at the end of every call")
+    parser.add_argument("--seconds", type=float, default=580.0, help="time for this call")
+    parser.add_argument("--least", type=float, default=90.0, metavar="SECONDS", help="begin no server with less time")
+    parser.add_argument("--wheel", type=Path, help="the plugin's wheel, where it is not installed; `check` unpacks it")
+    parser.add_argument("--merge-into", type=Path, default=ROOT / "benchmark" / "results" / "h200" / "e2e_decode.json")
+    parser.add_argument("--arms", nargs="+", default=["engine", "plugin"])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32, 128, 256])
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--dense-layers", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--mode", choices=("fresh", "resident"), default="fresh")
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--equality-experts", type=int, default=64)
+    parser.add_argument("--soak-experts", type=int, default=64)
+    parser.add_argument("--soak-arm", default="plugin")
+    parser.add_argument("--minutes", type=float, default=15.5, help="of the soak")
+    parser.add_argument("--launch-command", help="instead of python -m sglang.launch_server")
+    parser.add_argument("--server-args", action="append", default=[], metavar="TEXT")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    args.work, args.out = args.work.absolute(), args.out.absolute()
+    run = Run(args)
+    try:
+        stages = [(name, run.stage(name)) for name in args.stages]
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        for name, stage in stages:
+            done = args.work / f"done-{name}"
+            if done.exists() and name != "check":
+                say(f"{name}: already done")
+                continue
+            if run.left_s < args.least and name not in ("check", "config"):
+                say(f"{name}: {run.left_s:.0f} s left are too few; run it again")
+                return INCOMPLETE
+            say(f"{name}: {run.left_s:.0f} s left")
+            status = stage()
+            if status:
+                say(f"{name}: {'not finished; run it again' if status == INCOMPLETE else f'exit status {status}'}")
+                return status
+            done.touch()
+        say("all stages are done")
+        return 0
+    finally:
+        run.collect()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,827 @@
+"""The end-to-end tools against a fake server: what is proved, refused and left behind, and the statistics."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import gzip
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=130, suite="base-a-test-cpu")
+
+REPO = Path(__file__).resolve().parents[4]
+E2E = REPO / "benchmark" / "e2e"
+FAKE = Path(__file__).with_name("fake_server.py")
+sys.path[:0] = [str(E2E)]
+
+import decode_ab  # noqa: E402
+import equality  # noqa: E402
+import soak  # noqa: E402
+from harness import client, evidence, paired, report  # noqa: E402
+from harness.arms import Arm, parse_arm  # noqa: E402
+from harness.cli import Journal, Model  # noqa: E402
+from harness.server import LaunchOptions  # noqa: E402
+
+from sglang_w4afp8 import lifecycle, plugin  # noqa: E402
+
+EVERY = tuple(patch.name for patch in plugin.LEDGER)
+ENGINE, PLUGIN = Arm("engine", ()), Arm("plugin", None)
+
+
+# What is asked of a server
+
+
+def test_an_arm_is_its_environment_and_nothing_of_the_callers():
+    inherited = {"PATH": "/bin", "SGLANG_W4AFP8_PATCHES": "silu", "SGLANG_W4AFP8_DISABLE": "1", "SGLANG_OTHER": "x"}
+    kept = {"PATH": "/bin", "SGLANG_OTHER": "x"}
+    assert parse_arm("engine").environ(inherited) == {**kept, "SGLANG_W4AFP8_DISABLE": "1"}
+    assert parse_arm("plugin").environ(inherited) == {**kept, "SGLANG_W4AFP8_STRICT": "1"}
+    assert parse_arm("requant, expected_m").environ(inherited) == {
+        **kept,
+        "SGLANG_W4AFP8_STRICT": "1",
+        "SGLANG_W4AFP8_PATCHES": "requant,expected_m",
+    }
+
+
+def test_a_misspelt_patch_is_no_arm():
+    with pytest.raises(ValueError, match=r"^arm: 'requant,sliu' names 'sliu', must be"):
+        parse_arm("requant,sliu")
+
+
+@pytest.mark.parametrize(
+    "ranks, largest, tokens, rows",
+    [(1, 256, 512, 512), (2, 256, 256, 512), (4, 256, 128, 512), (4, 1024, 256, 1024), (8, 1024, 128, 1024)],
+)
+def test_padded_rows_hold_the_batch_and_are_a_multiple_of_512(ranks, largest, tokens, rows):
+    options = LaunchOptions("model", (16, largest), tp=ranks, ep=ranks)
+    assert (options.rank_tokens, options.padded_rows) == (tokens, rows)
+    environ = options.environ(ENGINE)
+    assert environ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == str(tokens)
+    flags = options.flags(1)
+    assert flags[flags.index("--chunked-prefill-size") + 1] == str(rows)
+
+
+def test_the_engine_knows_every_flag():
+    """The installed engine's own parser reads the command line of one GPU and of expert parallel runs."""
+    server_args = pytest.importorskip("sglang.srt.server_args", reason="needs the engine's argument parser")
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    for options in (
+        LaunchOptions("model", (8, 256), load_format="dummy", max_total_tokens=1000),
+        LaunchOptions("model", (16, 1024), tp=8, ep=8, dp=8, skip_tokenizer=False),
+    ):
+        args = parser.parse_args(options.flags(30000))
+        assert args.max_running_requests == max(options.concurrencies)
+        assert (args.quantization, args.moe_a2a_backend, args.deepep_mode) == ("w4afp8", "deepep", "low_latency")
+        assert args.cuda_graph_bs_decode == [c // options.dp for c in options.concurrencies]
+        assert (args.tp_size, args.ep_size, args.dp_size) == (options.tp, options.ep, options.dp)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tp": 0}, "^tp: is 0"),
+        ({"tp": 4, "dp": 3}, "^dp: is 3, must divide tp"),
+        ({"concurrencies": ()}, "^concurrencies:"),
+    ],
+)
+def test_options_that_cannot_be_served_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(LaunchOptions("model", (8,)), **change)
+
+
+# What a server really ran
+
+
+def _activation(active: tuple[str, ...], down: tuple[str, ...] = ()) -> str:
+    """A line as the plugin writes it."""
+    states = lifecycle.State
+    state = {**dict.fromkeys(EVERY, states.NOT_SELECTED), **dict.fromkeys(active, states.ACTIVE)}
+    statuses = [
+        lifecycle.PatchStatus(name, states.STANDING_DOWN, "no such function")
+        if name in down
+        else lifecycle.PatchStatus(name, state[name])
+        for name in EVERY
+    ]
+    return "[2026-01-01 00:00:00] " + lifecycle.ActivationReport("1.2", "0.5.99", patches=tuple(statuses)).line()
+
+
+def _first_call(caplog, monkeypatch, live: tuple[str, ...]) -> str:
+    """A line as the plugin writes it."""
+    monkeypatch.setattr(lifecycle, "_first_call_logged", False)
+    monkeypatch.setattr(lifecycle, "live_patches", lambda: live)
+    with caplog.at_level("INFO", logger="sglang_w4afp8"):
+        lifecycle.log_first_call(x=(4, 128, 256), expected_m=3)
+    return f"[2026-01-01 00:00:00 TP0] {caplog.messages[-1]}"
+
+
+def test_the_plugins_own_lines_are_read(caplog, monkeypatch):
+    text = "\n".join(
+        [
+            "[2026] Available plugins for group sglang.srt.plugins:",
+            _activation(("requant", "silu"), down=("gemm",)),
+            _activation(()),
+            _first_call(caplog, monkeypatch, ("requant", "silu")),
+        ]
+    )
+    seen = evidence.read_log(text)
+    assert seen.activations == (("requant", "silu"), ())
+    assert seen.standing_down == ("standing down: gemm (no such function)",)
+    assert seen.first_calls == (("requant", "silu"),)
+    assert (seen.disabled, seen.other) == (0, ())
+
+
+def test_the_line_of_a_disabled_plugin_is_read():
+    """Written by the plugin itself, in a process that it is disabled in."""
+    code = "from sglang_w4afp8 import plugin; plugin.activate()"
+    environ = {**os.environ, "PYTHONPATH": str(REPO / "python"), "SGLANG_W4AFP8_DISABLE": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60)
+    seen = evidence.read_log(run.stdout + run.stderr)
+    assert (seen.disabled, seen.activations, seen.first_calls) == (1, (), ())
+    assert evidence.check_log(ENGINE, seen) == []
+    assert evidence.check_log(PLUGIN, seen) == [
+        "1 processes say that the plugin is disabled",
+        "no activation line of the plugin",
+        "no first low-latency call line of the plugin",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arm, activations, first_calls, problems",
+    [
+        (ENGINE, (), (), []),
+        (ENGINE, (("silu",),), (), ["activation line with silu"]),
+        (ENGINE, (), (("silu",),), ["first low-latency call with silu"]),
+        (PLUGIN, (("silu",), ("silu",)), (("silu",),), []),
+        (PLUGIN, (("silu",),), (), ["no first low-latency call line of the plugin"]),
+        (PLUGIN, (("silu",),), (("gemm",),), ["processes disagree on the active patches"]),
+        (
+            PLUGIN,
+            ((),),
+            ((),),
+            ["activation line without an active patch", "first low-latency call line without an active patch"],
+        ),
+        (Arm("silu", ("silu",)), (("silu",),), (("silu",),), []),
+        (
+            Arm("silu", ("silu",)),
+            (("silu", "gemm"),),
+            (("silu", "gemm"),),
+            [
+                "activation line with silu, gemm, must be silu",
+                "first low-latency call line with silu, gemm, must be silu",
+            ],
+        ),
+    ],
+)
+def test_a_log_that_contradicts_the_arm_is_seen(arm, activations, first_calls, problems):
+    seen = evidence.LogEvidence(activations=activations, first_calls=first_calls)
+    assert evidence.check_log(arm, seen) == problems
+
+
+REQUANT = "_fp8_per_token_quant_to_per_tensor_quant_kernel"
+ENGINE_KERNELS = [REQUANT, "_silu_and_mul_post_per_tensor_quant_kernel", "compute_problem_sizes_w4a8_kernel"]
+OUR_KERNELS = [REQUANT, "_silu_and_mul_masked_quant_kernel"]
+
+
+@pytest.mark.parametrize(
+    "live, kernels, problems",
+    [
+        ((), ENGINE_KERNELS, 0),
+        (EVERY, OUR_KERNELS, 0),
+        (("requant",), ENGINE_KERNELS, 0),
+        (("silu",), [*OUR_KERNELS, "compute_problem_sizes_w4a8_kernel"], 0),
+        ((), OUR_KERNELS, 3),  # the engine's two are missing, ours is there
+        (EVERY, ENGINE_KERNELS, 3),  # ours is missing, the engine's two are there
+        (EVERY, OUR_KERNELS[1:], 1),  # the path did not run
+    ],
+)
+def test_kernel_names_that_contradict_the_patches_are_seen(live, kernels, problems):
+    assert len(evidence.check_kernels(live, kernels)) == problems
+
+
+def test_the_kernels_are_called_so():
+    """Ours in our source, the engine's in the engine's: a renamed kernel must not turn the proof into a blank."""
+    ours = (REPO / "python/sglang_w4afp8/kernels/ops/moe/ep_moe_kernels.py").read_text()
+    import sglang
+
+    engine = (Path(next(iter(sglang.__path__))) / "kernels/ops/moe/ep_moe_kernels.py").read_text()
+    for mark in evidence.MARKS:
+        assert mark.ours is None or f"def {mark.ours}(" in ours
+        assert mark.engine is None or f"def {mark.engine}(" in engine
+    assert f"def {evidence.PATH_KERNEL}(" in ours and f"def {evidence.PATH_KERNEL}(" in engine
+
+
+def test_shares_of_a_step_are_parts_of_the_wall_time(tmp_path):
+    kernels = [(REQUANT, 10, 100), (REQUANT, 10, 300), ("void deep_ep::x", 40, 400), ("nvjet_gemm", 20, 480)]
+    events: list[dict[str, Any]] = [{"cat": "kernel", "name": n, "dur": d, "ts": t} for n, d, t in kernels]
+    events += [{"cat": "cpu_op", "name": "aten::mm", "dur": 1000, "ts": 0}, {"name": "process_name", "ph": "M"}]
+    path = tmp_path / "1-TP-0.trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    profile = evidence.read_profile(path)
+    assert profile.wall_us == 400
+    assert profile.counts == {REQUANT: 2, "void deep_ep::x": 1, "nvjet_gemm": 1}
+    shares = profile.shares()
+    assert (shares["requant"], shares["deepep"], shares["other"]) == (0.05, 0.1, 0.05)
+    assert (shares["chain"], shares["idle"]) == (0.05, pytest.approx(0.8))
+
+
+def test_half_a_trace_is_no_profile(tmp_path):
+    path = tmp_path / "x.trace.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": []}')[:-9])
+    with pytest.raises(ValueError, match="not a whole trace"):
+        evidence.read_profile(path)
+
+
+def test_the_engines_own_rate_leaves_out_prefill_and_other_batches():
+    def line(running: int, rate: float) -> str:
+        return f"[x TP0] Decode batch, #running-req: {running}, #token: 9, gen throughput (token/s): {rate:.2f}, #q: 0"
+
+    log = [
+        line(8, 1),
+        "[x] Prefill batch, #new-seq: 8",
+        line(8, 50),
+        line(8, 100),
+        line(8, 104),
+        line(7, 3),
+        line(8, 102),
+    ]
+    assert evidence.engine_decode_rate("\n".join(log), 8) == 102.0
+    assert evidence.engine_decode_rate("\n".join(log), 4) is None
+
+
+def test_fault_lines_are_found_and_cancellations_are_none():
+    log = """
+    [2026] INFO all well, 0 errors
+    Traceback (most recent call last):
+    [2026] [http_server] Client disconnected: Request is disconnected from the client side (type 1).
+    [2026] ERROR scheduler hit an exception
+    torch.AcceleratorError: CUDA error: an illegal memory access
+    """
+    assert [line.split()[0] for line in evidence.error_lines(log)] == ["Traceback", "[2026]", "torch.AcceleratorError:"]
+
+
+# Numbers
+
+
+def _progress(*observed: tuple[float, int]) -> client.Progress:
+    return client.Progress(observed=list(observed))
+
+
+def test_decode_rate_of_a_known_batch():
+    """10 ms a token from 1.0 s on; the second request's prefill ends at 2.0 s, its second chunk comes at 2.08 s."""
+    first = _progress((1.0, 1), (1.08, 9), (2.0, 17), (2.08, 25), (2.88, 105), (3.0, 117))
+    second = _progress((2.0, 1), (2.08, 9), (2.88, 89), (4.0, 201))
+    rate = client.decode_rate([first, second])
+    assert rate.window_s == pytest.approx(3.0 - 2.08)
+    assert rate.tokens_per_s == pytest.approx(200.0)
+    assert rate.tpot_ms == pytest.approx(10.0)
+
+
+def test_decode_rate_wants_a_window():
+    with pytest.raises(client.RequestError, match="longer outputs"):
+        client.decode_rate([_progress((1.0, 1), (1.1, 9)), _progress((2.0, 1), (2.1, 9))])
+
+
+def _samples(base: list[list[float]], other: list[list[float]]) -> list[paired.Sample]:
+    return [
+        paired.Sample(arm, block, r, rate, 1000.0 / rate)
+        for arm, blocks in (("engine", base), ("plugin", other))
+        for block, rounds in enumerate(blocks)
+        for r, rate in enumerate(rounds)
+    ]
+
+
+def test_a_constant_gain_is_found_exactly():
+    result = paired.compare(
+        _samples([[100.0, 100.0], [100.0, 100.0]], [[110.0, 110.0], [110.0, 110.0]]), "engine", "plugin"
+    )
+    assert result.gain_pct == pytest.approx(10.0)
+    assert (result.low_pct, result.high_pct) == (pytest.approx(10.0), pytest.approx(10.0))
+    assert result.saved_ms == pytest.approx(1000 / 100 - 1000 / 110)
+    assert (result.noise_pct, result.verdict, result.pairs, result.blocks) == (0.0, "faster", 4, 2)
+
+
+def test_drift_that_both_arms_share_is_no_difference_in_gain():
+    """The machine slows down by a fifth between the blocks: the pairs still say 10%, but noise forbids a verdict."""
+    result = paired.compare(_samples([[100.0], [80.0]], [[110.0], [88.0]]), "engine", "plugin")
+    assert result.gain_pct == pytest.approx(10.0)
+    assert result.low_pct == pytest.approx(10.0)
+    assert result.noise_pct == pytest.approx(25.0)
+    assert result.verdict == "no difference shown"
+
+
+@pytest.mark.parametrize(
+    "base, other, verdict",
+    [
+        ([[100, 101], [101, 100]], [[105, 106], [106, 105]], "faster"),
+        ([[100, 101], [101, 100]], [[95, 96], [96, 95]], "slower"),
+        ([[100, 104], [103, 99]], [[101, 103], [102, 100]], "no difference shown"),
+        ([[100, 100], [100, 100]], [[104, 104], [99, 99]], "no difference shown"),  # blocks disagree
+        ([[100, 100]], [[110, 110]], "no difference shown"),  # one start says nothing about starts
+        ([[100, 100], [104, 104]], [[103, 103], [107, 107]], "no difference shown"),  # below what starts differ by
+    ],
+)
+def test_noise_is_never_a_win(base, other, verdict):
+    assert paired.compare(_samples(base, other), "engine", "plugin").verdict == verdict
+
+
+def test_rounds_that_one_arm_lacks_are_left_out():
+    result = paired.compare(_samples([[100.0, 50.0], [100.0]], [[110.0], [110.0, 500.0]]), "engine", "plugin")
+    assert (result.pairs, result.gain_pct) == (2, pytest.approx(10.0))
+    with pytest.raises(ValueError, match="share no block"):
+        paired.compare(_samples([[100.0]], []), "engine", "plugin")
+
+
+def test_the_interval_covers_the_blocks():
+    low, high = paired.bootstrap_interval([[0.1, 0.1], [0.3, 0.3]])
+    assert (low, high) == (0.1, 0.3)
+    assert paired.bootstrap_interval([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]) == paired.bootstrap_interval(
+        [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+    )
+
+
+def test_arms_alternate():
+    assert [paired.arm_order(["a", "b", "c"], block) for block in range(3)] == [
+        ["a", "b", "c"],
+        ["c", "b", "a"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_what_a_layer_saves(tmp_path):
+    """1.1 ms a step saved by 4 MoE layers is 275 us a layer, and 15.95 ms in DeepSeek-V3's 58."""
+    taken = {"concurrency": 8, "round": 0, "engine_tokens_per_s": None}
+    starts = [
+        decode_ab.Start(
+            arm, block, [{**taken, "tokens_per_s": 8 / t * 1e3, "tpot_ms": t}], list(live), [], "log", 1.0, {}, [], {}
+        )
+        for block in range(2)
+        for arm, t, live in (("engine", 3.1, ()), ("plugin", 2.0, EVERY))
+    ]  # fmt: skip
+    plan = decode_ab.Plan((8,), 1, 16, 64, 8, 4, 1000)
+    cells = decode_ab.cells_of(
+        starts, [ENGINE, PLUGIN], Model("m", 5, 4, 64, 1000), LaunchOptions("m", (8,)), plan, "0.5.21"
+    )
+    assert [cell["arm"] for cell in cells] == ["engine", "plugin"]
+    assert cells[0]["gain_pct"] is None and cells[0]["verdict"] == "baseline"
+    assert cells[1]["saved_us_per_moe_layer"] == pytest.approx(275.0)
+    assert cells[1]["saved_ms_58_layers"] == pytest.approx(15.95)
+    assert cells[1]["gain_pct"] == pytest.approx(55.0)
+    assert cells[1]["baseline_tokens_per_s"] == cells[0]["tokens_per_s"]
+    assert cells[1]["patches"] == ",".join(EVERY)
+
+
+# The driver, against the fake server
+
+
+@dataclasses.dataclass
+class Bench:
+    """A directory with a model, a journal of the fake server, and a fake nvidia-smi."""
+
+    root: Path
+
+    @property
+    def journal(self) -> list[dict[str, Any]]:
+        path = self.root / "journal"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def environ(self, **fake: str) -> dict[str, str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("SGLANG_W4AFP8", "FAKE_"))}
+        path = os.pathsep.join([str(self.root / "bin"), inherited["PATH"]])
+        return {**inherited, "PATH": path, "FAKE_JOURNAL": str(self.root / "journal"), **fake}
+
+    def command(self, tool: str, *words: object) -> list[str]:
+        flags = ["--model-path", self.root / "model", "--load-format", "dummy", "--work", self.root / "work"]
+        flags += ["--launch-command", f"{sys.executable} {FAKE}", "--out", self.root / "out.json"]
+        return [sys.executable, str(E2E / f"{tool}.py"), *map(str, flags), *map(str, words)]
+
+    def run(self, tool: str, *words: object, **fake: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(tool, *words), env=self.environ(**fake), capture_output=True, text=True, timeout=120
+        )
+
+    def ab(self, *words: object, **fake: str) -> subprocess.CompletedProcess[str]:
+        short = ["--concurrency", 2, 3, "--rounds", 2, "--input-len", 4, "--output-len", 40]
+        return self.run("decode_ab", *short, *words, **fake)
+
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.root / "out.json").read_text())
+
+    def assert_nothing_runs(self) -> None:
+        pids = [pid for line in self.journal for pid in line["pids"]]
+        assert pids and [pid for pid in pids if _alive(pid)] == []
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _wait_for(what: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    model = {"num_hidden_layers": 5, "n_routed_experts": 64, "first_k_dense_replace": 1, "vocab_size": 1000}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in\n*memory.used*) cat "$(dirname "$0")/memory" ;;\n*uuid*) echo GPU-1 ;;\n'
+        "*) echo Fake GPU, 1.2.3 ;;\nesac\n"
+    )
+    smi.chmod(0o755)
+    (smi.parent / "memory").write_text("1000\n")
+    made = Bench(tmp_path)
+    yield made
+    for line in made.journal:  # whatever a failed test left
+        for pid in line["pids"]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_ab_measures_proves_and_reports(bench):
+    done = bench.ab()
+    assert done.returncode == 0, done.stderr
+    assert [line["arm"] for line in bench.journal] == ["engine", "plugin", "plugin", "engine"]
+    bench.assert_nothing_runs()
+
+    # The same flags for both, but for the port; the arms differ in the plugin's switches alone.
+    flags = [[f for i, f in enumerate(line["flags"]) if line["flags"][i - 1] != "--port"] for line in bench.journal]
+    assert all(other == flags[0] for other in flags)
+    switches = [{k: v for k, v in line["env"].items() if "W4AFP8" in k} for line in bench.journal]
+    assert switches[:2] == [{"SGLANG_W4AFP8_DISABLE": "1"}, {"SGLANG_W4AFP8_STRICT": "1"}]
+
+    data = bench.results()
+    assert (data["meta"]["gpu"], data["meta"]["driver"]) == ("Fake GPU", "1.2.3")
+    assert str(bench.root) not in json.dumps(data)
+    cells = {(cell["arm"], cell["concurrency"]): cell for cell in data["cells"]}
+    assert set(cells) == {("engine", 2), ("engine", 3), ("plugin", 2), ("plugin", 3)}
+    for cell in cells.values():
+        assert (cell["model"], cell["layers"], cell["moe_layers"], cell["experts"]) == ("model", 5, 4, 64)
+        assert (cell["repeats"], cell["blocks"], cell["padded_rows"]) == (4, 2, 512)
+        assert math.isclose(cell["tokens_per_s"], cell["concurrency"] / cell["tpot_ms"] * 1e3, rel_tol=0.2)
+        assert cell["engine_log_tokens_per_s"] > 0
+    assert (cells["engine", 2]["patches"], cells["plugin", 2]["patches"]) == ("", ",".join(EVERY))
+    assert len(cells["plugin", 2]["interval"]) == 2
+    # The fake trace has five kernels of 5 us in 45 us without the plugin, four in 35 us with it.
+    assert cells["engine", 3]["chain_share_of_step"] == pytest.approx(4 * 5 / 45, abs=1e-3)
+    assert cells["plugin", 3]["chain_share_of_step"] == pytest.approx(3 * 5 / 35, abs=1e-3)
+
+    lines = (bench.root / "out.csv").read_text().splitlines()
+    assert lines[0].startswith("# gpu Fake GPU, driver 1.2.3, torch ")
+    rows = list(csv.DictReader(lines[1:]))
+    assert [row["arm"] for row in rows] == [cell["arm"] for cell in data["cells"]]
+    assert [path.read_bytes()[:8] for path in bench.root.glob("out_*.png")] == [b"\x89PNG\r\n\x1a\n"]
+    assert "tokens/s" in done.stdout and "proved: live patches " + ", ".join(EVERY) in done.stderr
+    logs = sorted(path.name for path in (bench.root / "work").glob("decode-*/*.log"))
+    assert logs == ["block0-engine.log", "block0-plugin.log", "block1-engine.log", "block1-plugin.log"]
+
+
+@pytest.mark.parametrize(
+    "lie, arms, message",
+    [
+        ("silent", ("engine", "plugin"), "no activation line of the plugin"),
+        ("live", ("engine", "plugin"), "engine was not what it says"),
+        ("kernels", ("engine", "plugin"), "silu is live, but the profile lacks _silu_and_mul_masked_quant_kernel"),
+        ("fewer", ("engine", "requant,expected_m"), "activation line with requant, must be requant, expected_m"),
+    ],
+)
+def test_an_arm_that_lies_gives_no_figures(bench, lie, arms, message):
+    done = bench.ab("--blocks", 1, "--rounds", 1, "--arms", *arms, FAKE_LIE=lie)
+    assert (done.returncode, message in done.stderr) == (4, True), done.stderr
+    assert not (bench.root / "out.json").exists()
+    assert list((bench.root / "work").glob("decode-*/*.log"))
+    bench.assert_nothing_runs()
+
+
+def test_a_list_of_patches_is_an_arm(bench):
+    done = bench.ab("--blocks", 1, "--rounds", 1, "--arms", "engine", "plugin", "requant,expected_m,silu")
+    assert done.returncode == 0, done.stderr
+    cells = [cell for cell in bench.results()["cells"] if cell["concurrency"] == 2]
+    assert {cell["arm"]: cell["patches"] for cell in cells} == {
+        "engine": "",
+        "plugin": ",".join(EVERY),
+        "requant,expected_m,silu": "requant,expected_m,silu",
+    }
+    assert {cell["verdict"] for cell in cells} == {"baseline", "no difference shown"}  # one block decides nothing
+
+
+@pytest.mark.parametrize("crash, message", [("start", "exited with status 3"), ("3", "")])
+def test_a_server_that_dies_fails_the_run(bench, crash, message):
+    done = bench.ab(FAKE_CRASH=crash)
+    assert (done.returncode, message in done.stderr) == (1, True), done.stderr
+    assert not (bench.root / "out.json").exists()
+    log = next((bench.root / "work").glob("decode-*/block0-engine.log")).read_text()
+    assert ("no such model" if crash == "start" else "CUDA error") in log
+    if crash != "start":
+        bench.assert_nothing_runs()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_servers_are_stopped_on_a_signal(bench, signum):
+    """Also a server and a child that ignore SIGTERM."""
+    stubborn = {"FAKE_STUBBORN": "1"} if signum == signal.SIGINT else {}
+    driver = subprocess.Popen(
+        bench.command("decode_ab", "--concurrency", 2, "--output-len", 4000),
+        env=bench.environ(**stubborn),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(lambda: bench.journal and "Decode batch" in _log(bench))
+        driver.send_signal(signum)
+        assert driver.wait(timeout=60) != 0
+    finally:
+        driver.kill()
+    bench.assert_nothing_runs()
+
+
+def test_the_server_does_not_outlive_a_driver_that_is_killed(bench):
+    driver = subprocess.Popen(
+        bench.command("decode_ab", "--concurrency", 2, "--output-len", 4000),
+        env=bench.environ(),
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        _wait_for(lambda: bench.journal and "Decode batch" in _log(bench))
+    finally:
+        driver.kill()
+        driver.wait()
+    _wait_for(lambda: not _alive(bench.journal[0]["pids"][0]))
+
+
+def _log(bench: Bench) -> str:
+    return "".join(path.read_text() for path in (bench.root / "work").glob("*/*.log"))
+
+
+def test_a_run_goes_on_where_the_time_ran_out(bench):
+    """The first call has time for one start; the second makes the other three, and no start twice."""
+    first = bench.ab("--time-limit", 3.5, "--rounds", 3)
+    assert first.returncode == 3, first.stderr
+    begun = len(bench.journal)
+    assert 1 <= begun < 4
+    second = bench.ab("--rounds", 3)
+    assert second.returncode == 0, second.stderr
+    assert [line["arm"] for line in bench.journal] == ["engine", "plugin", "plugin", "engine"]
+    assert second.stderr.count("is kept from the last run") == begun
+
+
+def test_runs_that_differ_in_anything_share_nothing(tmp_path):
+    one, other = (Journal(tmp_path, "decode", {"plan": {"rounds": rounds}}) for rounds in (3, 2))
+    one.save("block0-engine", {"ready_s": 1.5})
+    assert one.load("block0-engine") == {"ready_s": 1.5} and one.load("block0-plugin") is None
+    assert other.load("block0-engine") is None
+    assert Journal(tmp_path, "decode", {"plan": {"rounds": 3}}).load("block0-engine") == {"ready_s": 1.5}
+
+
+def test_resident_servers_run_side_by_side(bench):
+    done = bench.ab("--mode", "resident")
+    assert done.returncode == 0, done.stderr
+    assert [line["arm"] for line in bench.journal] == ["engine", "plugin"]
+    flags = bench.journal[0]["flags"]
+    assert flags[flags.index("--mem-fraction-static") + 1] == "0.35" and "--max-total-tokens" in flags
+    assert {cell["blocks"] for cell in bench.results()["cells"]} == {2}
+    order = [line.split("] ")[1].split(":")[0] for line in done.stderr.splitlines() if " 2 requests: " in line]
+    assert order == ["engine", "plugin", "plugin", "engine", "plugin", "engine", "engine", "plugin"]
+    bench.assert_nothing_runs()
+
+
+def test_results_of_several_models_share_a_file(bench):
+    assert bench.ab("--blocks", 1, "--rounds", 1).returncode == 0
+    assert bench.ab("--blocks", 1, "--rounds", 1, "--model-name", "other", "--concurrency", 2).returncode == 0
+    assert bench.ab("--blocks", 2, "--rounds", 1, "--concurrency", 2).returncode == 0  # replaces its cells
+    data = bench.results()
+    found = sorted((c["model"], c["concurrency"], c["arm"], c["blocks"]) for c in data["cells"])
+    assert found == [
+        ("model", 2, "engine", 2),
+        ("model", 2, "plugin", 2),
+        ("model", 3, "engine", 1),
+        ("model", 3, "plugin", 1),
+        ("other", 2, "engine", 1),
+        ("other", 2, "plugin", 1),
+    ]
+    assert data["meta"]["command"].count("decode_ab.py") == 3
+
+
+def test_results_of_another_gpu_are_not_mixed_in(bench):
+    (bench.root / "out.json").write_text(json.dumps({"meta": {"gpu": "Other GPU"}, "cells": []}))
+    done = bench.ab()
+    assert done.returncode == 2 and "has gpu 'Other GPU', must be this machine's, 'Fake GPU'" in done.stderr
+    assert bench.journal == []
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--arms", "engine"), "must be two or more"),
+        (("--arms", "engine", "sliu"), "names 'sliu'"),
+        (("--model-path", "/nowhere"), "has no config.json"),
+    ],
+)
+def test_wrong_arguments_start_nothing(bench, words, message):
+    done = bench.ab(*words)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert bench.journal == []
+
+
+# Equality
+
+
+def test_equal_tokens_are_said_to_be_equal(bench):
+    done = bench.run("equality", "--prompts", 6, "--input-len", 8, "--output-len", 12)
+    assert done.returncode == 0, done.stderr
+    rows = ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"]
+    assert [(line["arm"], line["env"][rows[0]]) for line in bench.journal] == [
+        ("engine", "512"),
+        ("plugin", "512"),
+        ("engine", "128"),
+        ("plugin", "128"),
+    ]
+    # One command line for all: nothing but DeepEP's buffers and the arm may differ.
+    flags = [[f for i, f in enumerate(line["flags"]) if line["flags"][i - 1] != "--port"] for line in bench.journal]
+    assert all(other == flags[0] for other in flags) and flags[0][flags[0].index("--chunked-prefill-size") + 1] == "128"
+    data = bench.results()
+    assert [cell["equal"] for cell in data["cells"]] == [6] * 12
+    assert data["meta"]["distinct_tokens"] > 60
+    bench.assert_nothing_runs()
+
+
+def test_other_tokens_are_a_failure(bench):
+    done = bench.run("equality", "--prompts", 4, "--output-len", 8, FAKE_WRONG_TOKENS="plugin")
+    assert done.returncode == 5, done.stderr
+    assert "plugin with 512 padded rows, one at a time: 4 of 4 prompts differ" in done.stderr
+
+
+def test_the_engines_wrong_rows_are_shown_and_not_held_against_it(bench):
+    done = bench.run("equality", "--prompts", 4, "--output-len", 8, FAKE_WRONG_TOKENS="rows")
+    assert done.returncode == 0, done.stderr
+    equal = {(c["arm"], c["padded_rows"], c["pass"]): c["equal"] for c in bench.results()["cells"]}
+    assert equal["engine", 128, "one at a time"] == 0
+    assert equal["plugin", 128, "one at a time"] == equal["plugin", 512, "all at once"] == 4
+
+
+def test_a_server_that_lies_compares_nothing(bench):
+    done = bench.run("equality", "--prompts", 2, FAKE_LIE="silent")
+    assert done.returncode == 4 and not (bench.root / "out.json").exists()
+
+
+def test_only_first_differences_count_and_near_ties_are_apart():
+    reference = [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4]]
+    other = [[1, 2, 3, 4], [1, 9, 9, 9], [1, 2, 9, 4]]
+    gaps = [[1.0] * 4, [1.0, 0.01, 1.0, 1.0], [1.0] * 4]
+    found = equality.compare_tokens(reference, other, gaps, near_tie=0.05)
+    assert (found.equal, found.near_ties, found.different) == (1, 1, 1)
+    assert found.matching_tokens == pytest.approx((4 + 1 + 2) / 12)
+    assert equality.compare_tokens(reference, other, gaps, near_tie=0.0).different == 2
+
+
+def test_batches_are_judged_only_where_the_reference_repeats_itself():
+    def outputs(arm: str, batch: list[int], repeat: list[int]) -> equality.Outputs:
+        tokens = {"one at a time": [[1, 2]], "all at once": [batch], "all at once again": [repeat]}
+        return equality.Outputs(arm, 512, [], tokens, [[1.0, 1.0]])
+
+    other = outputs("plugin", [1, 3], [1, 3])
+    cells, faults = equality.judge(outputs("engine", [1, 2], [1, 4]), [other], 0.0)
+    assert faults == [] and [cell["judged"] for cell in cells if cell["arm"] == "plugin"] == [True, False, False]
+    _, faults = equality.judge(outputs("engine", [1, 2], [1, 2]), [other], 0.0)
+    assert len(faults) == 2
+
+
+# Soak
+
+
+def _soak(bench: Bench, *words: object, **fake: str) -> subprocess.CompletedProcess[str]:
+    short = ["--minutes", 0.1, "--hold", 0.5, "--concurrency", 8, "--longest-input", 32, "--longest-output", 40]
+    return bench.run("soak", *short, *words, **fake)
+
+
+def test_soak_visits_every_level_and_counts_every_request(bench, monkeypatch):
+    done = _soak(bench)
+    summary = bench.results()["summary"]
+    # Six seconds hold too few memory samples for a verdict on it: said so, and nothing else.
+    assert summary["faults"] == ["GPU memory was not measured, or too few times"], done.stderr
+    assert done.returncode == 6 and summary["complete"] and not summary["sound"]
+    assert summary["most_at_once"] == 8 and summary["levels"] == [1, 2, 4, 8]
+    assert summary["sent"] == summary["finished"] + summary["aborted"] + summary["hung_up"]
+    assert min(summary["aborted"], summary["hung_up"]) > 0
+    assert summary["patches"] == list(EVERY) and summary["log_errors"] == []
+    bench.assert_nothing_runs()
+
+
+@pytest.mark.parametrize(
+    "fake, message",
+    [
+        ({"FAKE_FAIL_EVERY": "20"}, "requests failed, first: soak-"),
+        ({"FAKE_LOG_ERROR": "ERROR: scheduler hit an exception"}, "1 log lines report a fault"),
+    ],
+)
+def test_soak_sees_what_goes_wrong(bench, fake, message):
+    done = _soak(bench, **fake)
+    assert (done.returncode, message in done.stderr) == (6, True), done.stderr
+
+
+def test_soak_fails_with_its_server(bench):
+    done = _soak(bench, FAKE_CRASH="30")
+    assert done.returncode == 1 and bench.results()["summary"]["complete"] is False
+    bench.assert_nothing_runs()
+
+
+def test_memory_growth_is_of_the_second_half_after_the_first_round():
+    def samples(*gpu: float | None) -> list[soak.MemorySample]:
+        return [soak.MemorySample(float(at), value, 1.0) for at, value in enumerate(gpu)]
+
+    assert soak.growth(samples(1, 9, 5, 5, 6, 5), 2.0, "gpu_mib") == 1.0  # 9 came before the first round ended
+    assert soak.growth(samples(5, 7, 5, 6), 0.0, "gpu_mib") == -1.0
+    assert soak.growth(samples(5, 5, 5), 0.0, "gpu_mib") is None
+    assert soak.growth(samples(None, None, None, None), 0.0, "gpu_mib") is None
+    grown = soak.faults(soak.Tally(aborted=1, hung_up=1, most_at_once=8), [], 100.0, 64.0, 8)
+    assert grown == ["GPU memory grew by 100 MiB, more than 64"]
+
+
+def test_soak_load_is_drawn_from_the_seed_and_covers_all_lengths():
+    drawn = [soak.Requests(3, 1000, 1024, 256) for _ in range(2)]
+    first, second = ([source.draw() for _ in range(600)] for source in drawn)
+    assert first == second
+    assert {len(r.prompt) for r in first} >= {1, 2, 3} and max(len(r.prompt) for r in first) > 900
+    assert {r.cancel for r in first} == {None, "abort", "hang up"}
+    assert all(1 <= r.output_len <= 256 and r.cancel_after < r.output_len for r in first)
+
+
+def test_soak_schedule_goes_down_first_and_then_visits_every_level_in_each_round():
+    schedule = soak.Schedule(256, 10.0, seed=1)
+    seen = [schedule.at(10.0 * i) for i in range(27)]
+    assert seen[:9] == [256, 128, 64, 32, 16, 8, 4, 2, 1]
+    assert sorted(seen[9:18]) == sorted(seen[18:]) == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    assert schedule.round_s == 90.0
+    assert soak.levels(100) == [1, 2, 4, 8, 16, 32, 64, 100]
+
+
+# The script of a GPU session
+
+
+def _session(bench: Bench, *words: object, **fake: str) -> subprocess.CompletedProcess[str]:
+    script = [sys.executable, str(REPO / "scripts" / "run_h200_e2e.py"), *map(str, words)]
+    flags = ["--work", bench.root / "w", "--out", bench.root / "results", "--least", 1]
+    flags += ["--launch-command", f"{sys.executable} {FAKE}", "--merge-into", bench.root / "none.json"]
+    return subprocess.run(
+        [*script, *map(str, flags)], env=bench.environ(**fake), capture_output=True, text=True, timeout=170
+    )
+
+
+def test_session_runs_stages_once_and_collects(bench):
+    words = ["config", "ab-64", "--concurrency", 2, "--rounds", 1, "--layers", 4]
+    done = _session(bench, *words)
+    assert done.returncode == 0, done.stderr
+    assert len(bench.journal) == 4
+    names = sorted(path.name for path in (bench.root / "results").iterdir())
+    picture = f"e2e_decode_deepseek-v3-4l-64e_{report.version('sglang')}.png"
+    assert names == ["e2e_decode.csv", "e2e_decode.json", picture, "e2e_logs.tar.gz"]
+    cell = json.loads((bench.root / "results" / "e2e_decode.json").read_text())["cells"][0]
+    assert (cell["model"], cell["moe_layers"], cell["experts"]) == ("deepseek-v3-4l-64e", 3, 64)
+    again = _session(bench, *words)
+    assert again.returncode == 0 and len(bench.journal) == 4 and "already done" in again.stderr
+
+
+def test_session_soak_outlives_the_call_that_began_it(bench):
+    words = ["soak", "--concurrency", 4, "--minutes", 0.2, "--seconds", 20]
+    first = _session(bench, *words)
+    assert first.returncode == 3 and "not finished; run it again" in first.stderr, first.stderr
+    assert _alive(bench.journal[0]["pids"][0])
+    second = _session(bench, *words[:-1], 90)
+    # Too short for a verdict on memory, hence not sound; but it ended, and it was one run.
+    assert second.returncode == 6, second.stderr
+    assert len(bench.journal) == 1
+    assert json.loads((bench.root / "results" / "e2e_soak.json").read_text())["summary"]["complete"] is True
+    bench.assert_nothing_runs()
+
+
+def test_session_refuses_an_unknown_stage(bench):
+    done = _session(bench, "ab-many")
+    assert done.returncode == 2 and "'ab-many', must be one of" in done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
