@@ -52,6 +52,11 @@ def test_readme_is_up_to_date(renderer: ModuleType, capsys: pytest.CaptureFixtur
     assert status == 0, captured.err + captured.out
 
 
+def test_readme_names_the_engines_that_the_ledger_knows(renderer: ModuleType) -> None:
+    first, last = renderer.plugin.ENGINES
+    assert f"| sglang | {first} to {last}. " in (ROOT / "README.md").read_text()
+
+
 def test_check_writes_nothing_and_shows_what_is_out_of_date(
     renderer: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
