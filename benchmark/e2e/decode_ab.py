@@ -43,9 +43,10 @@ from harness.cli import (
     launch_options,
 )
 from harness.report import say
-from harness.server import LaunchOptions, Server, ServerError, install_cleanup
+from harness.server import LaunchOptions, Server, ServerError, install_cleanup, parse_command
 
 DEEPSEEK_V3_MOE_LAYERS = 58
+BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
 KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "concurrency", "arm")
 _PROFILE_TIMEOUT_S = 60.0
 
@@ -62,6 +63,7 @@ class Plan:
     profile_steps: int
     vocab_size: int
     dp: int = 1
+    bench_serving: tuple[str, ...] = ()  # how to start the engine's tool; empty: our own streamed batch
 
     def prompts(self, concurrency: int, round_: int) -> list[list[int]]:
         """The same for every arm and block."""
@@ -88,8 +90,19 @@ async def _measure_once(
     http: Any, server: Server, plan: Plan, concurrency: int, block: int, round_: int
 ) -> dict[str, Any]:
     offset = server.log_size()
-    batch = await client.stream_batch(http, server.url, plan.prompts(concurrency, round_), plan.output_len)
-    rate = client.decode_rate(batch)
+    if plan.bench_serving:
+        rate = await client.bench_serving(
+            plan.bench_serving,
+            server.url,
+            server.options.model_path,
+            concurrency,
+            plan.input_len,
+            plan.output_len,
+            seed=1000 * concurrency + round_,
+        )
+    else:
+        prompts = plan.prompts(concurrency, round_)
+        rate = client.decode_rate(await client.stream_batch(http, server.url, prompts, plan.output_len))
     # The scheduler logs per attention rank.
     own = evidence.engine_decode_rate(server.log_text(offset), concurrency // plan.dp)
     say(
@@ -384,6 +397,7 @@ def _outputs(
     meta = report.run_meta(
         servers={arm.name: options.shown(arm) for arm in arms},
         mode=args.mode,
+        client=args.client,
         input_len=args.input_len,
         output_len=args.output_len,
     )
@@ -434,6 +448,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32, 128, 256])
     parser.add_argument("--blocks", type=int, default=2, help="starts of every arm (A B, B A, ...)")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every concurrency in a start")
+    parser.add_argument(
+        "--client", choices=("stream", "bench_serving"), default="stream", help="bench_serving: the engine's own tool"
+    )
+    parser.add_argument("--bench-serving-command", type=parse_command, default=BENCH_SERVING, help=argparse.SUPPRESS)
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=256)
     parser.add_argument(
@@ -465,6 +483,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.profile_at is None:
             args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])
         options = launch_options(args, concurrencies)
+        if args.client == "bench_serving" and options.skip_tokenizer:
+            raise ValueError("client: is 'bench_serving', must be 'stream' without --with-tokenizer: it counts text")
         if args.mode == "resident":
             # What a server's share of the memory is, it computes from what it finds free.
             need = max(concurrencies) * (args.input_len + args.output_len + 256)
@@ -481,6 +501,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.profile_steps,
         model.vocab_size,
         args.dp,
+        args.bench_serving_command if args.client == "bench_serving" else (),
     )
     engine = report.version("sglang")
     fingerprint = {

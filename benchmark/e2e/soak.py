@@ -295,9 +295,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     server = Server(arm, options, args.work / f"soak-{arm.slug}.log")
     meta = report.run_meta(model=asdict(model), server=options.shown(arm))
 
+    served_from = 0  # byte of the log from which on the server serves
+
     def write(elapsed: float, complete: bool) -> list[str]:
-        log = server.log_text()
-        errors, calls = evidence.error_lines(log), evidence.read_log(log).first_calls
+        errors = evidence.error_lines(server.log_text(served_from))
+        calls = evidence.read_log(server.log_text()).first_calls
         grown = growth(samples, schedule.round_s, "gpu_mib")
         found = faults(tally, errors, grown, args.memory_tolerance, args.concurrency)
         summary = {
@@ -327,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with server.start():
             took = server.wait_ready(args.ready_timeout, report.ticker("starting"))
             say(f"{arm.name}: ready after {took:.0f} s")
-            begin = time.monotonic()
+            begin, served_from = time.monotonic(), server.log_size()
             asyncio.run(_load(server, requests, schedule, args.minutes * 60.0, tally, samples, write))
             elapsed = time.monotonic() - begin
             problems = evidence.check_log(arm, evidence.read_log(server.log_text()))

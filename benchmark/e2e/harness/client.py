@@ -2,8 +2,9 @@
 
 ``sglang.bench_serving`` cannot measure a server that runs with ``--skip-tokenizer-init``: it counts a token when a
 reply has ``text``, and such a server sends ``output_ids`` only (read in 0.5.18, 0.5.21 and 0.5.23). It and
-``sglang.bench_one_batch_server`` also load a tokenizer first, which a synthetic checkpoint does not have. Taken here is
-what the latter takes: one streamed batch, and decode throughput in the window in which every request decodes.
+``sglang.bench_one_batch_server`` also load a tokenizer first, which a synthetic checkpoint does not have. So
+`stream_batch` takes what the latter takes: one streamed batch, and decode throughput in the window in which every
+request decodes. Where there is a tokenizer, `bench_serving` runs the engine's tool.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import asyncio
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -168,6 +171,40 @@ async def stream_batch(
     if short:
         raise RequestError(f"{len(short)} of {len(batch)} requests did not give {output_len} tokens, first: {short[0]}")
     return batch
+
+
+async def bench_serving(
+    command: Sequence[str], url: str, tokenizer: str, concurrency: int, input_len: int, output_len: int, seed: int
+) -> DecodeRate:
+    """Speed by the engine's ``bench_serving``: two waves of random requests, prefill included.
+
+    Args:
+        command: what starts it; ``python -m sglang.bench_serving``.
+
+    Raises:
+        RequestError: it failed, or not every request completed.
+    """
+    requests = 2 * concurrency
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "result.jsonl"
+        words = [*command, "--backend", "sglang", "--base-url", url, "--tokenizer", tokenizer, "--dataset-name"]
+        words += ["random-ids", "--random-input-len", input_len, "--random-output-len", output_len]
+        words += ["--random-range-ratio", 1.0, "--num-prompts", requests, "--max-concurrency", concurrency]
+        words += ["--seed", seed, "--output-file", out, "--disable-tqdm"]
+        process = await asyncio.create_subprocess_exec(
+            *map(str, words), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
+        )
+        printed, _ = await process.communicate()
+        if process.returncode or not out.exists():
+            tail = printed.decode(errors="replace")[-2000:]
+            raise RequestError(f"bench_serving ended with status {process.returncode}: {tail}")
+        result = json.loads(out.read_text().splitlines()[-1])
+    if result["completed"] != requests or not result["median_tpot_ms"] > 0:
+        raise RequestError(
+            f"bench_serving completed {result['completed']} of {requests} requests, median time per output token "
+            f"{result['median_tpot_ms']} ms"
+        )
+    return DecodeRate(result["output_throughput"], result["median_tpot_ms"], result["duration"])
 
 
 def session() -> aiohttp.ClientSession:

@@ -267,13 +267,16 @@ def test_the_engines_own_rate_leaves_out_prefill_and_other_batches():
 
 def test_fault_lines_are_found_and_cancellations_are_none():
     log = """
-    [2026] INFO all well, 0 errors
-    Traceback (most recent call last):
-    [2026] [http_server] Client disconnected: Request is disconnected from the client side (type 1).
-    [2026] ERROR scheduler hit an exception
+    [1 TP0] Decode batch, #running-req: 8, #token: 9, gen throughput (token/s): 1.00, #queue-req: 0
+    [2 TP0] Scheduler hit an exception: Traceback (most recent call last):
+    [3] [http_server] Client disconnected: Request is disconnected from the client side (type 1).
+    [4] [http_server] Error: bad request
+    [5] Health check failed. Server couldn't get a response from detokenizer for last 20 seconds.
     torch.AcceleratorError: CUDA error: an illegal memory access
+    [6] sglang-w4afp8: first low-latency call: x=[4, 128, 256], expected_m=3, patches=requant
     """
-    assert [line.split()[0] for line in evidence.error_lines(log)] == ["Traceback", "[2026]", "torch.AcceleratorError:"]
+    found = [line.split()[0] for line in evidence.error_lines(log)]
+    assert found == ["[2", "[4]", "[5]", "torch.AcceleratorError:"]
 
 
 # Numbers
@@ -609,6 +612,55 @@ def test_resident_servers_run_side_by_side(bench):
     bench.assert_nothing_runs()
 
 
+_BENCH_SERVING = """
+import argparse, json, urllib.request
+p = argparse.ArgumentParser()
+for name in ("backend", "base-url", "tokenizer", "dataset-name", "output-file"):
+    p.add_argument("--" + name)
+for name in ("random-input-len", "random-output-len", "num-prompts", "max-concurrency", "seed"):
+    p.add_argument("--" + name, type=int)
+p.add_argument("--random-range-ratio", type=float)
+p.add_argument("--disable-tqdm", action="store_true")
+a = p.parse_args()
+assert a.num_prompts == 2 * a.max_concurrency and (a.backend, a.dataset_name) == ("sglang", "random-ids")
+body = json.dumps({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}}).encode()
+urllib.request.urlopen(urllib.request.Request(a.base_url + "/generate", body)).read()
+result = {"completed": a.num_prompts, "output_throughput": 100.0 * a.max_concurrency, "duration": 1.0}
+open(a.output_file, "a").write(json.dumps({**result, "median_tpot_ms": TPOT}) + "\\n")
+"""
+
+
+@pytest.mark.parametrize("tpot, status", [(10.0, 0), (0.0, 1)])
+def test_the_engines_tool_measures_where_there_is_a_tokenizer(bench, tpot, status):
+    """A tool that saw no text, hence no time per token, is a failure and no figure."""
+    tool = bench.root / "bench_serving.py"
+    tool.write_text(_BENCH_SERVING.replace("TPOT", str(tpot)))
+    words = ["--client", "bench_serving", "--with-tokenizer", "--bench-serving-command", f"{sys.executable} {tool}"]
+    done = bench.ab("--blocks", 1, "--rounds", 1, *words)
+    assert done.returncode == status, done.stderr
+    if status == 0:
+        cells = bench.results()["cells"]
+        assert [(c["concurrency"], c["tokens_per_s"], c["tpot_ms"]) for c in cells] == [
+            (2, 200.0, 10.0),
+            (2, 200.0, 10.0),
+            (3, 300.0, 10.0),
+            (3, 300.0, 10.0),
+        ]
+        assert "--skip-tokenizer-init" not in bench.journal[0]["flags"]
+
+
+def test_bench_serving_has_the_flags_and_results_that_are_used():
+    """Read in the engine's source: importing it needs a tokenizer's stack."""
+    import sglang
+
+    source = (Path(next(iter(sglang.__path__))) / "benchmark" / "serving.py").read_text()
+    flags = ["backend", "base-url", "tokenizer", "dataset-name", "random-input-len", "random-output-len", "seed"]
+    flags += ["random-range-ratio", "num-prompts", "max-concurrency", "output-file", "disable-tqdm"]
+    assert [flag for flag in flags if f'"--{flag}"' not in source] == []
+    results = ("completed", "output_throughput", "median_tpot_ms", "duration")
+    assert [name for name in results if f'"{name}":' not in source] == []
+
+
 def test_results_of_several_models_share_a_file(bench):
     assert bench.ab("--blocks", 1, "--rounds", 1).returncode == 0
     assert bench.ab("--blocks", 1, "--rounds", 1, "--model-name", "other", "--concurrency", 2).returncode == 0
@@ -639,6 +691,7 @@ def test_results_of_another_gpu_are_not_mixed_in(bench):
         (("--arms", "engine"), "must be two or more"),
         (("--arms", "engine", "sliu"), "names 'sliu'"),
         (("--model-path", "/nowhere"), "has no config.json"),
+        (("--client", "bench_serving"), "must be 'stream' without --with-tokenizer"),
     ],
 )
 def test_wrong_arguments_start_nothing(bench, words, message):
