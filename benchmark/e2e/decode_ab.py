@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Start:
     ready_s: float
     kernels: dict[str, int]
     top_kernels: list[tuple[str, int, float]]
-    shares: dict[str, float]
+    per_layer_us: dict[str, float]
 
 
 async def _measure_once(
@@ -200,7 +200,7 @@ def _finished(
         ready_s=ready_s,
         kernels=dict(profile.counts),
         top_kernels=profile.top(),
-        shares=profile.shares(),
+        per_layer_us=profile.per_layer_us(),
     )
 
 
@@ -390,10 +390,6 @@ def _outputs(
     options: LaunchOptions,
     args: argparse.Namespace,
 ) -> None:
-    shares = {
-        arm.name: next(({k: round(v, 4) for k, v in s.shares.items()} for s in starts if s.arm == arm.name), {})
-        for arm in arms
-    }
     meta = report.run_meta(
         servers={arm.name: options.shown(arm) for arm in arms},
         mode=args.mode,
@@ -401,11 +397,8 @@ def _outputs(
         input_len=args.input_len,
         output_len=args.output_len,
     )
-    # Shares belong to a concurrency and a model, so they are cells' data, not the file's.
     for cell in cells:
-        if cell["concurrency"] == args.profile_at:
-            cell["chain_share_of_step"] = shares[cell["arm"]].get("chain")
-            cell["shares_of_step"] = shares[cell["arm"]]
+        cell.update(_parts(cell, starts, args.profile_at))
     report.merge_results(args.out, meta, cells, KEY)
     merged = json.loads(args.out.read_text())
     report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
@@ -435,11 +428,21 @@ def _outputs(
             for cell in cells
         ],
     )
-    for name, parts in shares.items():
-        say(
-            f"{name}: share of a step at {args.profile_at} requests: "
-            + ", ".join(f"{k} {v:.1%}" for k, v in parts.items())
-        )
+    for cell in cells:
+        if cell["share_of_step"]:
+            parts = ", ".join(f"{name} {part:.1%}" for name, part in cell["share_of_step"].items())
+            say(f"{cell['arm']}: share of a step at {cell['concurrency']} requests: {parts}")
+
+
+def _parts(cell: Mapping[str, Any], starts: Sequence[Start], profiled_at: int) -> dict[str, Any]:
+    """What a step is made of, for the profiled concurrency: kernel time against the step without a profiler."""
+    profiles = [start.per_layer_us for start in starts if start.arm == cell["arm"]]
+    if cell["concurrency"] != profiled_at or not cell["moe_layers"]:
+        return {"us_per_moe_layer": None, "share_of_step": None}
+    spent = {name: statistics.median(profile[name] for profile in profiles) for name in profiles[0]}
+    step_us = cell["tpot_ms"] * 1e3
+    share = {name: round(value * cell["moe_layers"] / step_us, 4) for name, value in spent.items()}
+    return {"us_per_moe_layer": {name: round(value, 2) for name, value in spent.items()}, "share_of_step": share}
 
 
 def _parser() -> argparse.ArgumentParser:

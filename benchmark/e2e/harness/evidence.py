@@ -112,20 +112,23 @@ CHAIN = ("requant", "silu", "problem_sizes", "gemm")
 
 @dataclass
 class Profile:
-    """Kernels of a short profile: how often each ran, for how long in all (us), and the wall time they span (us)."""
+    """Kernels of a short profile: how often each ran, and for how long in all (us)."""
 
     counts: Counter[str] = field(default_factory=Counter)
     total_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    wall_us: float = 0.0
 
-    def shares(self) -> dict[str, float]:
-        """Part of the wall time: each group of `STEP_GROUPS`, all ``other`` kernels, ``idle``, and the ``chain``."""
-        shares = dict.fromkeys([*STEP_GROUPS, "other"], 0.0)
+    def per_layer_us(self) -> dict[str, float]:
+        """Microseconds per expert layer: each group of `STEP_GROUPS`, all ``other`` kernels, and the ``chain``.
+
+        Every expert layer launches the requant once, so its launches count layers; kernels outside of expert layers are
+        spread over them. A profile slows steps down, hence no wall times: kernel durations are what it leaves alone.
+        """
+        layers = sum(count for name, count in self.counts.items() if PATH_KERNEL in name)
+        spent = dict.fromkeys([*STEP_GROUPS, "other"], 0.0)
         for name, total in self.total_us.items():
             group = next((group for group, pattern in STEP_GROUPS.items() if pattern.search(name)), "other")
-            shares[group] += total / self.wall_us if self.wall_us else 0.0
-        idle = max(0.0, 1.0 - sum(shares.values()))
-        return {**shares, "idle": idle, "chain": sum(shares[group] for group in CHAIN)}
+            spent[group] += total / max(1, layers)
+        return {**spent, "chain": sum(spent[group] for group in CHAIN)}
 
     def top(self, count: int = 25) -> list[tuple[str, int, float]]:
         """The longest-running kernels: name, launches, total microseconds."""
@@ -144,13 +147,11 @@ def read_profile(path: Path) -> Profile:
             events = json.load(trace)["traceEvents"]
     except (OSError, EOFError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: not a whole trace: {error}") from error
-    profile, first, last = Profile(), float("inf"), float("-inf")
+    profile = Profile()
     for event in events:
         if event.get("cat") == "kernel":
             profile.counts[event["name"]] += 1
             profile.total_us[event["name"]] += event["dur"]
-            first, last = min(first, event["ts"]), max(last, event["ts"] + event["dur"])
-    profile.wall_us = max(0.0, last - first)
     return profile
 
 

@@ -226,19 +226,20 @@ def test_the_kernels_are_called_so():
     assert f"def {evidence.PATH_KERNEL}(" in ours and f"def {evidence.PATH_KERNEL}(" in engine
 
 
-def test_shares_of_a_step_are_parts_of_the_wall_time(tmp_path):
-    kernels = [(REQUANT, 10, 100), (REQUANT, 10, 300), ("void deep_ep::x", 40, 400), ("nvjet_gemm", 20, 480)]
-    events: list[dict[str, Any]] = [{"cat": "kernel", "name": n, "dur": d, "ts": t} for n, d, t in kernels]
+def test_kernel_time_is_told_by_layer(tmp_path):
+    """Two requant launches are two layers. CPU events and metadata are no kernels."""
+    kernels = [(REQUANT, 10), (REQUANT, 20), ("void deep_ep::x", 40), ("cutlass::MixedInput", 60), ("nvjet_gemm", 8)]
+    events: list[dict[str, Any]] = [{"cat": "kernel", "name": name, "dur": dur, "ts": 0} for name, dur in kernels]
     events += [{"cat": "cpu_op", "name": "aten::mm", "dur": 1000, "ts": 0}, {"name": "process_name", "ph": "M"}]
     path = tmp_path / "1-TP-0.trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
     profile = evidence.read_profile(path)
-    assert profile.wall_us == 400
-    assert profile.counts == {REQUANT: 2, "void deep_ep::x": 1, "nvjet_gemm": 1}
-    shares = profile.shares()
-    assert (shares["requant"], shares["deepep"], shares["other"]) == (0.05, 0.1, 0.05)
-    assert (shares["chain"], shares["idle"]) == (0.05, pytest.approx(0.8))
+    assert profile.counts == {REQUANT: 2, "void deep_ep::x": 1, "cutlass::MixedInput": 1, "nvjet_gemm": 1}
+    spent = profile.per_layer_us()
+    assert (spent["requant"], spent["gemm"], spent["deepep"], spent["other"]) == (15.0, 30.0, 20.0, 4.0)
+    assert (spent["silu"], spent["chain"]) == (0.0, 45.0)
+    assert profile.top(2) == [("cutlass::MixedInput", 1, 60.0), ("void deep_ep::x", 1, 40.0)]
 
 
 def test_half_a_trace_is_no_profile(tmp_path):
@@ -490,9 +491,11 @@ def test_ab_measures_proves_and_reports(bench):
         assert cell["engine_log_tokens_per_s"] > 0
     assert (cells["engine", 2]["patches"], cells["plugin", 2]["patches"]) == ("", ",".join(EVERY))
     assert len(cells["plugin", 2]["interval"]) == 2
-    # The fake trace has five kernels of 5 us in 45 us without the plugin, four in 35 us with it.
-    assert cells["engine", 3]["chain_share_of_step"] == pytest.approx(4 * 5 / 45, abs=1e-3)
-    assert cells["plugin", 3]["chain_share_of_step"] == pytest.approx(3 * 5 / 35, abs=1e-3)
+    # The fake trace is of one layer: four kernels of the chain of 5 us each without the plugin, three with it.
+    for arm, chain_us in (("engine", 20.0), ("plugin", 15.0)):
+        cell = cells[arm, 3]
+        assert cell["us_per_moe_layer"]["chain"] == chain_us and cells[arm, 2]["us_per_moe_layer"] is None
+        assert cell["share_of_step"]["chain"] == pytest.approx(4 * chain_us / (cell["tpot_ms"] * 1e3), abs=1e-4)
 
     lines = (bench.root / "out.csv").read_text().splitlines()
     assert lines[0].startswith("# gpu Fake GPU, driver 1.2.3, torch ")
