@@ -92,6 +92,7 @@ class Run:
         """Flags that every tool takes."""
         args = self.args
         flags: list[object] = ["--tp", args.tp, "--ep", args.ep, "--dp", args.dp, "--work", args.work / "runs"]
+        flags += ["--routing", args.routing] if args.routing else []
         for text in args.server_args:
             flags.append(f"--server-args={text}")  # the text begins with dashes
         return [*flags, *(["--launch-command", args.launch_command] if args.launch_command else [])]
@@ -220,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
     parser.add_argument("--equality-experts", type=int, default=64)
     parser.add_argument("--soak-experts", type=int, default=64)
     parser.add_argument("--soak-arm", default="plugin")

@@ -47,7 +47,7 @@ from harness.server import LaunchOptions, Server, ServerError, install_cleanup, 
 
 DEEPSEEK_V3_MOE_LAYERS = 58
 BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
-KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "concurrency", "arm")
+KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "routing", "concurrency", "arm")
 _PROFILE_TIMEOUT_S = 60.0
 
 
@@ -363,6 +363,7 @@ def _cell(
         "tp": options.tp,
         "ep": options.ep,
         "dp": options.dp,
+        "routing": options.routing,
         "padded_rows": options.padded_rows,
         "concurrency": concurrency,
         "arm": arm.name,
@@ -402,11 +403,12 @@ def _outputs(
     report.merge_results(args.out, meta, cells, KEY)
     merged = json.loads(args.out.read_text())
     report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
-    title = f"{cells[0]['model']}, {cells[0]['experts']} experts, sglang {cells[0]['engine']}, {meta['gpu']}"
-    picture = args.out.with_name(f"{args.out.stem}_{cells[0]['model']}_{cells[0]['engine']}.png")
+    name = "_".join(cells[0][field] for field in ("model", "engine", "routing"))
+    title = f"{cells[0]['model']}, sglang {cells[0]['engine']}, {cells[0]['routing']} routing, {meta['gpu']}"
+    picture = args.out.with_name(f"{args.out.stem}_{name}.png")
     report.draw_gains(picture, title, cells)
     report.write_json(
-        args.work / f"samples-{cells[0]['model']}-{cells[0]['engine']}.json",
+        args.work / f"samples-{name}.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
     )
     columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "noise %", "us/MoE layer", "verdict"]

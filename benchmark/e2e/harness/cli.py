@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import report
-from harness.server import LAUNCH, LaunchOptions, parse_command, split_flags
+from harness.server import LAUNCH, MODEL_ROUTING, UNIFORM_ROUTING, LaunchOptions, parse_command, split_flags
 
 FAILED, USAGE, INCOMPLETE, NOT_PROVED = 1, 2, 3, 4
 
@@ -95,6 +95,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--model-name", help="its name in the results; default: the directory's")
     group.add_argument("--load-format", default="auto", help="auto, or dummy for random weights without files")
+    group.add_argument(
+        "--routing",
+        choices=(MODEL_ROUTING, UNIFORM_ROUTING),
+        help="default: uniform for dummy weights, whose router sends every token to the same few experts",
+    )
     group.add_argument("--tp", type=int, default=1)
     group.add_argument("--ep", type=int, default=1)
     group.add_argument("--dp", type=int, default=1, help="attention data parallel size")
@@ -116,6 +121,7 @@ def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **cha
         model_path=str(args.model_path),
         concurrencies=tuple(sorted(concurrencies)),
         load_format=args.load_format,
+        routing=args.routing or (UNIFORM_ROUTING if args.load_format == "dummy" else MODEL_ROUTING),
         tp=args.tp,
         ep=args.ep,
         dp=args.dp,

@@ -28,6 +28,8 @@ LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 RIGHT_ROWS = 512
 # DeepEP's own default for the tokens that a rank may dispatch at once; caps are multiples of it.
 DISPATCH_STEP = 128
+MODEL_ROUTING, UNIFORM_ROUTING = "model", "uniform"
+_UNIFORM_SWITCH = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
 _HOST = "127.0.0.1"
 # The engine looks for a finished drain every five seconds.
 _TERM_SECONDS = 10.0
@@ -45,6 +47,7 @@ class LaunchOptions:
     Attributes:
         model_path: directory of the checkpoint, or of its ``config.json`` with ``load_format="dummy"``.
         concurrencies: batch sizes that will be decoded; each gets a CUDA graph.
+        routing: ``model``: as the router says; ``uniform``: every expert alike, through the engine's own switch.
         tp, ep, dp: tensor, expert and (attention) data parallel size.
         dispatch_tokens: tokens that a rank may dispatch at once; DeepEP pads to ``dispatch_tokens * ep`` rows. None:
             as many as the largest batch needs, and enough for 512 padded rows.
@@ -58,6 +61,7 @@ class LaunchOptions:
     model_path: str
     concurrencies: tuple[int, ...]
     load_format: str = "auto"
+    routing: str = MODEL_ROUTING
     tp: int = 1
     ep: int = 1
     dp: int = 1
@@ -119,11 +123,14 @@ class LaunchOptions:
 
     def environ(self, arm: Arm) -> dict[str, str]:
         """The environment of an arm's server."""
-        return {**arm.environ(), "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(self.rank_tokens)}
+        environ = {**arm.environ(), "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(self.rank_tokens)}
+        environ.pop(_UNIFORM_SWITCH, None)
+        return {**environ, _UNIFORM_SWITCH: "1"} if self.routing == UNIFORM_ROUTING else environ
 
     def shown(self, arm: Arm) -> str:
         """The command as a user would type it, without folders of this machine."""
-        ours = {k: v for k, v in self.environ(arm).items() if k.startswith(("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX"))}
+        shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", _UNIFORM_SWITCH)
+        ours = {key: value for key, value in self.environ(arm).items() if key.startswith(shown)}
         words = [Path(word).name if word.startswith("/") else word for word in (*self.command, *self.flags(30000))]
         return " ".join([*(f"{key}={value}" for key, value in sorted(ours.items())), shlex.join(words)])
 

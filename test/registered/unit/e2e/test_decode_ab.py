@@ -34,7 +34,7 @@ import equality  # noqa: E402
 import soak  # noqa: E402
 from harness import client, evidence, paired, report  # noqa: E402
 from harness.arms import Arm, parse_arm  # noqa: E402
-from harness.cli import Journal, Model  # noqa: E402
+from harness.cli import Journal, Model, add_server_arguments, launch_options  # noqa: E402
 from harness.server import LaunchOptions  # noqa: E402
 
 from sglang_w4afp8 import lifecycle, plugin  # noqa: E402
@@ -74,6 +74,25 @@ def test_padded_rows_hold_the_batch_and_are_a_multiple_of_512(ranks, largest, to
     assert environ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == str(tokens)
     flags = options.flags(1)
     assert flags[flags.index("--chunked-prefill-size") + 1] == str(rows)
+
+
+def test_dummy_weights_are_served_with_uniform_routing(monkeypatch):
+    """Their router sends every token to the same experts: the engine's own switch spreads them."""
+    parser = argparse.ArgumentParser()
+    add_server_arguments(parser)
+    monkeypatch.setenv("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1")  # the caller's does not count
+    for words, routing in (
+        (["--load-format", "dummy"], "uniform"),
+        ([], "model"),
+        (["--load-format", "dummy", "--routing", "model"], "model"),
+        (["--routing", "uniform"], "uniform"),
+    ):
+        options = launch_options(parser.parse_args(["--model-path", "m", *words]), [8])
+        assert options.routing == routing
+        environ = options.environ(ENGINE)
+        assert environ.get("SGLANG_SIMULATE_UNIFORM_EXPERTS") == ("1" if routing == "uniform" else None)
+    environment = pytest.importorskip("sglang.srt.environ", reason="needs the engine's environment variables")
+    assert hasattr(environment.envs, "SGLANG_SIMULATE_UNIFORM_EXPERTS")
 
 
 def test_the_engine_knows_every_flag():
@@ -486,7 +505,7 @@ def test_ab_measures_proves_and_reports(bench):
     assert set(cells) == {("engine", 2), ("engine", 3), ("plugin", 2), ("plugin", 3)}
     for cell in cells.values():
         assert (cell["model"], cell["layers"], cell["moe_layers"], cell["experts"]) == ("model", 5, 4, 64)
-        assert (cell["repeats"], cell["blocks"], cell["padded_rows"]) == (4, 2, 512)
+        assert (cell["repeats"], cell["blocks"], cell["padded_rows"], cell["routing"]) == (4, 2, 512, "uniform")
         assert math.isclose(cell["tokens_per_s"], cell["concurrency"] / cell["tpot_ms"] * 1e3, rel_tol=0.2)
         assert cell["engine_log_tokens_per_s"] > 0
     assert (cells["engine", 2]["patches"], cells["plugin", 2]["patches"]) == ("", ",".join(EVERY))
@@ -853,7 +872,7 @@ def test_session_runs_stages_once_and_collects(bench):
     assert done.returncode == 0, done.stderr
     assert len(bench.journal) == 4
     names = sorted(path.name for path in (bench.root / "results").iterdir())
-    picture = f"e2e_decode_deepseek-v3-4l-64e_{report.version('sglang')}.png"
+    picture = f"e2e_decode_deepseek-v3-4l-64e_{report.version('sglang')}_uniform.png"
     assert names == ["e2e_decode.csv", "e2e_decode.json", picture, "e2e_logs.tar.gz"]
     cell = json.loads((bench.root / "results" / "e2e_decode.json").read_text())["cells"][0]
     assert (cell["model"], cell["moe_layers"], cell["experts"]) == ("deepseek-v3-4l-64e", 3, 64)

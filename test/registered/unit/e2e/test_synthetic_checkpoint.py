@@ -321,12 +321,19 @@ def test_activations_stay_in_range_and_tokens_are_diverse(tmp_path):
                     (out[0] if isinstance(out, tuple) else out).pow(2).mean().sqrt().item()
                 )
             )
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers[spec.dense_layers :]:
+        layer.mlp.gate.register_forward_hook(lambda m, inputs, out: chosen.append(out[-1]))  # expert ids per token
     prompts = torch.randint(2, spec.vocab_size, (4, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(prompts).logits[:, -1]
     # What every attention and MLP block adds to the residual stream, whose embeddings have RMS one.
     assert len(rms) == 10 and min(rms) > 0.3 and max(rms) < 3.0, rms
     assert 1.0 < logits.std().item() < 3.0
+    # Tokens spread over the experts, four each: every expert has some, none has all.
+    counts = torch.stack([torch.bincount(ids.flatten(), minlength=spec.experts) for ids in chosen])
+    assert counts.shape == (spec.moe_layers, 16) and counts.sum(dim=1).tolist() == [4 * 160] * spec.moe_layers
+    assert counts.min().item() > 0 and counts.max().item() < 160
     with torch.no_grad():
         out = model.generate(prompts, max_new_tokens=32, do_sample=False, eos_token_id=None, pad_token_id=0)
     tokens = out[:, 40:]
