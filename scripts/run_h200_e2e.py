@@ -25,6 +25,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,10 +48,10 @@ class Run:
         self.deadline = time.monotonic() + args.seconds - _MARGIN_S
         self.results = args.work / "results"
         self.results.mkdir(parents=True, exist_ok=True)
-        self.environ = dict(os.environ)
-        site = args.work / "plugin_site"
-        if site.is_dir():
-            self.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+        # Where `check` puts the plugin's wheel; empty where it is installed already.
+        self.site = args.work / "plugin_site"
+        python_path = [str(self.site), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environ = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
         self.decode = self.results / "e2e_decode.json"
         if args.merge_into.is_file() and not self.decode.exists():
             shutil.copy(args.merge_into, self.decode)
@@ -101,12 +102,14 @@ class Run:
 
     def check(self) -> int:
         """What the other stages need, before any time is spent on a server."""
-        wheel = self.args.wheel
-        if wheel is not None and not (self.args.work / "plugin_site").is_dir():
-            site = self.args.work / "plugin_site"
-            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
-            subprocess.run([*pip, str(wheel)], check=True)
-            self.environ["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+        if self.args.wheel is not None:
+            shutil.rmtree(self.site, ignore_errors=True)
+            pip = [
+                sys.executable,
+                *["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"],
+                str(self.site),
+            ]
+            subprocess.run([*pip, str(self.args.wheel)], check=True)
         code = (
             "from importlib.metadata import entry_points, version\n"
             "print('plugin entry points:', [e.value for e in entry_points(group='sglang.srt.plugins')])\n"
@@ -202,6 +205,13 @@ class Run:
                     archive.add(path, path.relative_to(self.args.work))
 
 
+def _engine_version() -> str:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="+", metavar="STAGE", help="see above")
@@ -236,14 +246,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     args.work, args.out = args.work.absolute(), args.out.absolute()
-    run = Run(args)
+    # So that a stage that runs is told, and stops its servers.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    run, engine = Run(args), _engine_version()
     try:
         stages = [(name, run.stage(name)) for name in args.stages]
     except ValueError as error:
         parser.error(str(error))
     try:
         for name, stage in stages:
-            done = args.work / f"done-{name}"
+            done = args.work / f"done-{name}-{engine}"  # another engine's environment may use the same folder
             if done.exists() and name != "check":
                 say(f"{name}: already done")
                 continue

@@ -70,7 +70,10 @@ def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
         problems.append(f"{seen.disabled} processes say that the plugin is disabled")
     for what, lines in (("activation", seen.activations), ("first low-latency call", seen.first_calls)):
         if not lines:
-            problems.append(f"no {what} line of the plugin")
+            hint = (
+                ": is it installed in the server's environment?" if what == "activation" and not seen.disabled else ""
+            )
+            problems.append(f"no {what} line of the plugin{hint}")
         for names in dict.fromkeys(lines):
             if arm.patches is not None and set(names) != set(arm.patches):
                 problems.append(f"{what} line with {', '.join(names) or 'none'}, must be {', '.join(arm.patches)}")
