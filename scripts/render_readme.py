@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Write the generated parts of README.md anew: patches, switches, measured results.
+"""Write the generated parts of README.md anew: engine versions, patches, switches, measured results.
 
     python scripts/render_readme.py            # rewrite README.md
     python scripts/render_readme.py --check    # exit status 1 and a diff when it is out of date
 
 A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end: NAME -->``. Patches come from the plugin's
-ledger, switches from its table of switches, figures from the files below ``benchmark/results``. To show another
+ledger, switches from its table of switches, engine versions from what ``scripts/check_engine_versions.py`` found in their
+wheels, figures from the files below ``benchmark/results``. To show another
 measurement, add a `ResultTable` to `RESULT_TABLES`. A results file that does not exist yet reads "not measured yet".
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
 import json
 import math
 import re
@@ -29,6 +31,7 @@ from sglang_w4afp8 import plugin, switches  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmark" / "results"
+VERSIONS = ROOT / "docs" / "engine_versions.json"
 # A figure without these cannot be reproduced. "command" is last: it is the longest.
 META_KEYS = ("gpu", "driver", "torch", "triton", "sglang", "command")
 
@@ -200,7 +203,32 @@ def patches_section() -> str:
     return markdown_table(["patch", "replaces", "what it does", "upstream"], rows)
 
 
+def versions_section(report: Path = VERSIONS) -> str:
+    """Supported engine versions; releases in a row that differ in nothing shown share a line."""
+
+    def row(entry: Mapping[str, Any]) -> tuple[str, ...]:
+        kernels = entry["modules"]["fp8_per_token_to_per_tensor_quant_triton"]
+        ok = {True: "no", False: "yes"}
+        return (
+            f"{entry['torch']}, {entry['triton']}",
+            f"`{kernels}`",
+            "yes" if entry["threads_expected_m"] else "no",
+            ok[bool(entry["problems"])],
+            ok[bool(entry["fork_problems"])],
+        )
+
+    try:
+        entries = json.loads(report.read_text())
+        groups = [(rows, [e["version"] for e in group]) for rows, group in itertools.groupby(entries, key=row)]
+    except (OSError, ValueError, KeyError) as error:
+        raise RenderError(f"{report}: cannot be read ({error})") from error
+    headings = ["sglang", "torch, Triton", "Triton kernels in", "passes `expected_m` on", "plugin", "in-tree"]
+    shown = ([" - ".join(dict.fromkeys([names[0], names[-1]])), *cells] for cells, names in groups)
+    return markdown_table(headings, shown)
+
+
 SECTIONS: Mapping[str, Callable[[], str]] = {
+    "versions": versions_section,
     "patches": patches_section,
     "switches": switches.markdown_table,
     "results": results_section,

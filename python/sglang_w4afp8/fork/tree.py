@@ -1,0 +1,400 @@
+"""An engine tree: finding its files, planning every change before one is made, writing all or nothing, taking back.
+
+What ``--revert`` needs is kept in ``.sglang_w4afp8_fork`` inside the tree: the files as they were, and hashes of what was
+written. Git ignores it (it holds a ``.gitignore`` of its own): a fork commits the change, and its history is the record.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from sglang_w4afp8 import __version__, guard, plugin
+from sglang_w4afp8.fork import edits, suites
+from sglang_w4afp8.fork.source import ForkError, Source, same
+
+RECORD_FOLDER = ".sglang_w4afp8_fork"
+_MANIFEST = "manifest.json"
+_ORIGINALS = "originals"
+
+_DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
+# The ledger's targets that the fork writes; every other entry stays a matter of the plugin.
+_TARGETS = (edits.REQUANT, edits.SILU, edits.CHAIN, edits.METHOD)
+
+
+@dataclass(frozen=True)
+class EngineTree:
+    """A checkout of the engine, or its package somewhere.
+
+    Attributes:
+        root: what the user named; everything written is below it, and paths are shown relative to it.
+        package: the directory ``sglang`` in it.
+        version: the engine's; None in a checkout that was never built.
+        checkout: whether it has the engine's tests.
+    """
+
+    root: Path
+    package: Path
+    version: str | None
+    checkout: bool
+
+    def shown(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file of a plan. ``before`` is None where there is no such file."""
+
+    path: Path
+    before: bytes | None
+    after: bytes
+
+    @property
+    def needed(self) -> bool:
+        """Whether the file must be written: it is not what it would become, formatting and comments aside."""
+        if self.before is None:
+            return True
+        if self.before == self.after:
+            return False
+        try:
+            return not same(ast.parse(self.before), ast.parse(self.after))
+        except (SyntaxError, ValueError):
+            return True
+
+
+def find(root: Path) -> EngineTree:
+    """The engine in ``root``: a checkout, the package directory, or a directory that holds it (site-packages).
+
+    Raises:
+        ForkError: there is no engine.
+    """
+    root = root.resolve()
+    for package in (root / "python" / "sglang", root / "sglang", root):
+        if (package / "srt" / "layers").is_dir():
+            checkout = package == root / "python" / "sglang" and (root / "test").is_dir()
+            return EngineTree(root, package, _version(package), checkout)
+    raise ForkError(f"{root}: expected a checkout of sglang or its package, found no srt/layers in it")
+
+
+def _version(package: Path) -> str | None:
+    for name in ("_version.py", "version.py"):
+        path = package / name
+        if path.is_file():
+            for statement in ast.parse(path.read_bytes()).body:
+                names = [ast.unparse(target) for target in getattr(statement, "targets", ())]
+                if "__version__" in names and isinstance(statement.value, ast.Constant):  # type: ignore[attr-defined]
+                    return str(statement.value.value)  # type: ignore[attr-defined]
+    installed = sorted(package.parent.glob("sglang-*.dist-info"))
+    return installed[0].name.split("-")[1].removesuffix(".dist") if len(installed) == 1 else None
+
+
+def _read(tree: EngineTree, module: str) -> tuple[Path, Source]:
+    path = guard.module_file(module, [tree.package])
+    if path is None:
+        raise ForkError(f"{module}: expected this module in {tree.package}, found none")
+    for part in (path, *path.parents):
+        if part == tree.root:
+            break
+        if part.is_symlink():
+            raise ForkError(f"{tree.shown(part)}: is a symbolic link; name the tree that it leads to")
+    return path, Source(module, path.read_bytes())
+
+
+def _check_version(tree: EngineTree, any_version: bool) -> None:
+    if tree.version is None or any_version:
+        return
+    first, last = plugin.ENGINES
+    if guard.release(tree.version) == (0, 0, 0):  # what a checkout without tags calls itself
+        return
+    if not guard.version_within(tree.version, first, last):
+        raise ForkError(
+            f"sglang {tree.version}: unknown to this release, which knows {first} - {last}; --any-version goes by the "
+            "functions alone"
+        )
+
+
+def _check_targets(tree: EngineTree) -> None:
+    """Everything in the ledger's targets that differs, in one message."""
+    problems = []
+    for patch in plugin.LEDGER:
+        for target in patch.targets:
+            if target.attribute in _TARGETS:
+                check = guard.check_target(target, [tree.package], tree.version)
+                problems += [check.problem] if check.problem else []
+    if problems:
+        raise ForkError("; ".join(problems))
+
+
+def _kernels_module(tree: EngineTree) -> str:
+    (target,) = (t for patch in plugin.LEDGER for t in patch.targets if t.attribute == edits.REQUANT)
+    module = guard.check_target(target, [tree.package], tree.version).module
+    assert module is not None
+    return module
+
+
+def engine_modules() -> tuple[str, ...]:
+    """Every module of any supported engine that the fork reads."""
+    targets = [t for patch in plugin.LEDGER for t in patch.targets if t.attribute in _TARGETS]
+    return (*dict.fromkeys(home.module for target in targets for home in target.homes), _DISPATCHER)
+
+
+def plan(
+    tree: EngineTree,
+    tests: bool = True,
+    any_version: bool = False,
+    originals: Mapping[Path, bytes | None] | None = None,
+) -> list[Change]:
+    """What every file of the tree becomes, needed or not. Nothing is written.
+
+    Args:
+        tree: the engine.
+        tests: in a checkout, the registered tests too.
+        any_version: go by the functions alone, whatever the engine's version.
+        originals: bytes to start from instead of those on disk; ``Change.before`` stays what is on disk.
+
+    Raises:
+        ForkError: the tree is not as this release knows it; the message names what differs.
+    """
+    _check_version(tree, any_version)
+    _check_targets(tree)
+    kernels_module = _kernels_module(tree)
+    edits.check_dispatch_output(_read(tree, _DISPATCHER)[1])
+    ours = edits.our_kernels()
+    writers: dict[str, Callable[[Source], bytes]] = {
+        kernels_module: lambda source: edits.kernels_file(source, ours),
+        _module_of(edits.CHAIN): edits.chain_file,
+        _module_of(edits.METHOD): edits.method_file,
+    }
+    changes = []
+    for module, write in writers.items():
+        path, source = _read(tree, module)
+        base = (originals or {}).get(path)
+        changes.append(Change(path, source.data, write(source if base is None else Source(module, base))))
+    if tests and tree.checkout:
+        changes += _test_changes(tree, kernels_module)
+    return changes
+
+
+def _module_of(attribute: str) -> str:
+    (target,) = (t for patch in plugin.LEDGER for t in patch.targets if t.attribute == attribute)
+    return target.homes[0].module
+
+
+def _test_changes(tree: EngineTree, kernels_module: str) -> list[Change]:
+    found = suites.suites()
+    runner = tree.root / suites.RUNNER
+    if not found or not runner.is_file():
+        return []
+    lanes = suites.lanes_of(runner.read_bytes())
+    changes = []
+    for suite in found:
+        path = tree.root / "test" / "registered" / suite.path
+        before = path.read_bytes() if path.is_file() else None
+        changes.append(Change(path, before, suites.suite_file(suite, kernels_module, lanes)))
+    return changes
+
+
+def in_tree_versions(tree: EngineTree) -> dict[str, str | None]:
+    """Engine file -> the version of ours that it says it carries."""
+    modules = (_kernels_module(tree), _module_of(edits.CHAIN), _module_of(edits.METHOD))
+    sources = [_read(tree, module) for module in modules]
+    return {tree.shown(path): guard.in_tree_version(source.tree) for path, source in sources}
+
+
+# --- what was replaced ---
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the record knows of one file: hashes before (None: there was none) and after."""
+
+    before: str | None
+    after: str
+
+
+class Record:
+    """The files as they were before the first change, inside the tree."""
+
+    def __init__(self, tree: EngineTree) -> None:
+        self.tree = tree
+        self.folder = tree.root / RECORD_FOLDER
+        manifest = self.folder / _MANIFEST
+        self.entries: dict[str, Entry] = {}
+        if manifest.is_file():
+            try:
+                data = json.loads(manifest.read_text())
+                self.entries = {name: Entry(**entry) for name, entry in data["files"].items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ForkError(f"{tree.shown(manifest)}: cannot be read ({error})") from error
+
+    def original(self, name: str) -> bytes | None:
+        """The recorded bytes of a file; None where there was none.
+
+        Raises:
+            ForkError: they are not those that were recorded.
+        """
+        entry = self.entries[name]
+        if entry.before is None:
+            return None
+        path = self.folder / _ORIGINALS / name
+        data = path.read_bytes() if path.is_file() else b""
+        if _hash(data) != entry.before:
+            raise ForkError(f"{self.tree.shown(path)}: is not what was recorded")
+        return data
+
+    def written(self, entries: Mapping[str, tuple[bytes | None, bytes]]) -> dict[Path, bytes]:
+        """Files of a record that holds ``entries``: name -> (before, after)."""
+        files = {self.folder / ".gitignore": b"*\n"}
+        manifest: dict[str, dict[str, str | None]] = {}
+        for name, (before, after) in sorted(entries.items()):
+            manifest[name] = {"before": None if before is None else _hash(before), "after": _hash(after)}
+            if before is not None:
+                files[self.folder / _ORIGINALS / name] = before
+        text = json.dumps({"version": __version__, "files": manifest}, indent=1)
+        files[self.folder / _MANIFEST] = f"{text}\n".encode()
+        return files
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _current(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
+
+
+def _recorded_originals(tree: EngineTree, record: Record) -> tuple[dict[Path, bytes | None], list[str]]:
+    """Originals of the files that are as the record left them, and the names of those changed since."""
+    originals: dict[Path, bytes | None] = {}
+    changed = []
+    for name, entry in record.entries.items():
+        current = _current(tree.root / name)
+        digest = None if current is None else _hash(current)
+        if digest == entry.after:
+            originals[tree.root / name] = record.original(name)
+        elif digest != entry.before:
+            changed.append(name)
+    return originals, changed
+
+
+# --- applying and taking back ---
+
+
+def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> list[Change]:
+    """Write the change, all files or none, and return the changes made (none where the tree has it already).
+
+    Raises:
+        ForkError: the tree is not as known, or a file that must be written was changed since we last wrote it.
+        OSError: a file cannot be written; those written before it are as they were.
+    """
+    record = Record(tree)
+    originals, changed = _recorded_originals(tree, record)
+    # First as the files are: what somebody changed since may carry the change all the same.
+    if not any(change.needed for change in plan(tree, tests, any_version)):
+        return []
+    if changed:
+        raise ForkError(
+            f"{', '.join(changed)}: changed since it was written, so --revert could not restore what was there before. "
+            f"Delete {RECORD_FOLDER} to go on from the files as they are"
+        )
+    changes = [c for c in plan(tree, tests, any_version, originals) if c.needed]
+    entries: dict[str, tuple[bytes | None, bytes]] = {}
+    for name in record.entries:
+        path = tree.root / name
+        if path in originals:
+            entries[name] = (originals[path], path.read_bytes())
+    for change in changes:
+        name = tree.shown(change.path)
+        before = originals.get(change.path, change.before)
+        entries[name] = (before, change.after)
+    # The record first: whatever happens after it, the originals are on disk.
+    _write_all({**record.written(entries), **{change.path: change.after for change in changes}})
+    return changes
+
+
+def revert(tree: EngineTree) -> list[Path]:
+    """Put every recorded file back, byte for byte, and return those that were.
+
+    Raises:
+        ForkError: there is no record, or a file was changed since; nothing was touched.
+    """
+    record = Record(tree)
+    if not record.entries:
+        carried = [name for name, version in in_tree_versions(tree).items() if version is not None]
+        raise ForkError(
+            f"{tree.root}: no record of what was replaced ({RECORD_FOLDER} is missing; it is never committed)"
+            + (
+                f", and {', '.join(carried)} carry the change: use git"
+                if carried
+                else ", and nothing carries the change"
+            )
+        )
+    originals, changed = _recorded_originals(tree, record)
+    if changed:
+        raise ForkError(f"{', '.join(changed)}: changed since it was written, nothing reverted; use git")
+    _write_all(originals)
+    for path, data in originals.items():
+        if data is None:
+            _prune(path.parent, tree.root)
+    shutil.rmtree(record.folder)
+    return list(originals)
+
+
+def _prune(folder: Path, root: Path) -> None:
+    """Remove directories that became empty."""
+    while folder != root and not any(folder.iterdir()):
+        folder.rmdir()
+        folder = folder.parent
+
+
+def _write_all(files: Mapping[Path, bytes | None]) -> None:
+    """Write or (None) delete every file, or leave all as they were.
+
+    Everything is first written beside its target, so that only renames are left to fail.
+    """
+    staged: dict[Path, Path | None] = {}
+    before: dict[Path, bytes | None] = {}
+    made: list[Path] = []
+    try:
+        for path, data in files.items():
+            made += [folder for folder in reversed((path.parent, *path.parent.parents)) if not folder.exists()]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            staged[path] = None if data is None else _staged(path, data)
+        for path, temporary in staged.items():
+            before[path] = _current(path)
+            _put(path, temporary)
+    except BaseException:
+        for path, data in before.items():
+            _put(path, None if data is None else _staged(path, data))
+        for temporary in staged.values():
+            if temporary is not None:
+                temporary.unlink(missing_ok=True)
+        for folder in reversed(made):
+            folder.rmdir()
+        raise
+
+
+def _staged(path: Path, data: bytes) -> Path:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    if path.exists():
+        shutil.copymode(path, name)
+    else:
+        os.chmod(name, 0o644)  # mkstemp's own mode is for secrets
+    return Path(name)
+
+
+def _put(path: Path, temporary: Path | None) -> None:
+    if temporary is None:
+        path.unlink(missing_ok=True)
+    else:
+        os.replace(temporary, path)
