@@ -29,6 +29,7 @@ class Command:
 COMMANDS: tuple[Command, ...] = (
     Command("doctor", "sglang_w4afp8.doctor:main", "say what a server on this machine would get, and why not more"),
     Command("demo", "sglang_w4afp8.demo:main", "run the requant through the patched engine and check its bytes"),
+    Command("fork", "sglang_w4afp8.fork.cli:main", "write the change into an engine tree of your own, or take it back"),
 )
 
 
