@@ -395,13 +395,15 @@ def _follow_requirements(statuses: dict[str, PatchStatus]) -> dict[str, PatchSta
 
 
 def _announce_plan(statuses: dict[str, PatchStatus], blocked: str) -> None:
-    """One warning per patch that stands down, one for all where the engine is unknown. A patch in tree is no fault."""
+    """One warning per patch that stands down, one for all where the engine is unknown. What is in tree is no fault."""
     from sglang_w4afp8 import lifecycle
 
+    in_tree = [status for status in statuses.values() if status.state is lifecycle.State.IN_TREE]
+    if in_tree:
+        names = ", ".join(status.name for status in in_tree)
+        lifecycle.announce(logging.INFO, f"sglang-w4afp8: standing down for {names}: {in_tree[0].reason}")
     for status in statuses.values():
-        if status.state is lifecycle.State.IN_TREE:
-            lifecycle.announce(logging.INFO, f"sglang-w4afp8: {status.name} stands down: {status.reason}")
-        elif status.failed and not blocked:
+        if status.failed and not blocked:
             lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {status.name} stands down: {status.reason}")
     if blocked and any(status.failed for status in statuses.values()):
         lifecycle.announce(logging.WARNING, f"sglang-w4afp8: EVERY PATCH STANDS DOWN: {blocked}")
