@@ -14,23 +14,27 @@ Both kernels here (the requant and SiLU-and-multiply) share one schedule:
 Launch parameters are hints: any of them gives the same bytes. They come from a measured table where one fits this GPU and
 shape, otherwise from :func:`requant_launch_geometry`.
 
-Ideas measured on one H200 before the schedule was fixed (K = 7168, us, CUDA-graph replay; "re-tuned" is the kernel of
-sglang 0.5.19 - 0.5.23; the committed comparison is ``benchmark/results/h200/requant.json``):
+Ideas measured on prototypes on one H200, K = 7168, us without -> with the idea ("re-tuned" is the kernel of sglang 0.5.19 -
+0.5.23 in the same run; the figures are those of ``benchmark/results/h200/requant_design.json``):
 
-====================================================  ======================  =====================================
+====================================================  ======================  ===================================
 idea                                                  experts x rows, load    outcome
-====================================================  ======================  =====================================
-blocks of 2 - 8 rows, one round trip a block          64 x 32, skew16         kept: 8.74 re-tuned, 7.49 -> 7.13
-programs of their own for phase 2                     8 x 128, skew16         kept: 6.40 re-tuned, 5.13 -> 4.88
-first block loaded before its row count is known      64 x 8, random          kept where it wins: 3.69, 3.45 -> 3.33
-one flat row list for everything (persistent)         64 x 32, random         rejected: 7.41 re-tuned, 10.0
-unrolling the row loop by 2 or 4                      256 x 32, random        rejected: no gain over row blocks
-====================================================  ======================  =====================================
+====================================================  ======================  ===================================
+blocks of 2 - 8 rows, one round trip a block          64 x 32, skew16         kept: 7.49 -> 7.13, re-tuned 8.74
+programs of their own for phase 2                     8 x 128, skew16         kept: 5.13 -> 4.88, re-tuned 6.40
+first rows loaded before their count is known         64 x 4, random          kept where it wins: 2.70 -> 2.54
+payload loads wait for no scale and no count          64 x 1, even            kept: 2.03 -> 1.79, re-tuned 2.17
+one flat row list for everything (persistent)         64 x 32, random         rejected: 7.11 -> 10.01
+row loop unrolled by four                             256 x 32, random        rejected: 34.7 -> 35.4
+next block loaded by hand before the store            64 x 8, random          rejected: 3.32 -> 4.60
+evict_first on the payload                            64 x 128, random        rejected: 31.4 -> 32.4
+programmatic dependent launch, foreign predecessor    64 x 1, random          rejected: 4.49 -> 4.34 for both kernels
+====================================================  ======================  ===================================
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Optional, Tuple
 
 import torch
 import triton
@@ -65,6 +69,10 @@ _OVERFLOW_SLICES_MAX = 16
 _SILU_BLOCK = 1024
 _SILU_NUM_WARPS = 4
 
+# Offsets are computed in 32 bits below this many elements. The tile that an unpredicated load may reach past the last row
+# is clamped to it, but the masked part of a tail tile still forms addresses, so a tile's worth stays in reserve.
+_MAX_NARROW_ELEMENTS = 2**31 - 2**24
+
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
@@ -79,7 +87,8 @@ class MaskedRowsLaunch:
         row_block: rows that one program loads together; a power of two.
         num_warps: warps of one program.
         overflow_experts: extra expert slices of the grid that share phase 2; at least 1.
-        speculative: load the first row block before knowing that it is live (padding is always readable).
+        speculative_rows: first row blocks that start below this row are loaded before it is known whether they are live
+            (padding is always readable); 0 for none.
     """
 
     col_block: int
@@ -88,7 +97,7 @@ class MaskedRowsLaunch:
     row_block: int = 1
     num_warps: int = 4
     overflow_experts: int = 1
-    speculative: bool = False
+    speculative_rows: int = 0
 
 
 def _floor_pow2(value: int) -> int:
@@ -96,7 +105,7 @@ def _floor_pow2(value: int) -> int:
     return 1 << (max(1, value).bit_length() - 1)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def requant_warp_size(device: torch.device) -> int:
     """Lanes of one warp of ``device`` (32 on NVIDIA, 32 or 64 on AMD), read once from the device's properties."""
     if device.type != "cuda":
@@ -108,10 +117,10 @@ def requant_launch_geometry(
     num_groups: int,
     num_experts: int,
     group_size: int = 128,
-    expected_rows: Optional[int] = None,
+    expected_rows: int | None = None,
     warp_size: int = _DEFAULT_WARP_SIZE,
     max_rows: int = 1 << 30,
-) -> Tuple[int, int, int]:
+) -> tuple[int, int, int]:
     """Launch hints of the requant where no measured table applies; any values give the same bytes.
 
     Args:
@@ -148,11 +157,11 @@ def _overflow_experts(num_experts: int) -> int:
 
 
 # A measured table may answer before the rules do: (kernel, num_experts, columns, expected_rows, device) -> launch or None.
-LaunchLookup = Callable[[str, int, int, int, torch.device], Optional[MaskedRowsLaunch]]
-_launch_lookup: Optional[LaunchLookup] = None
+LaunchLookup = Callable[[str, int, int, int, torch.device], MaskedRowsLaunch | None]
+_launch_lookup: LaunchLookup | None = None
 
 
-def set_launch_lookup(lookup: Optional[LaunchLookup]) -> None:
+def set_launch_lookup(lookup: LaunchLookup | None) -> None:
     """Install a source of measured launches, or remove it with None. Choices already made are forgotten."""
     global _launch_lookup
     _launch_lookup = lookup
@@ -161,8 +170,8 @@ def set_launch_lookup(lookup: Optional[LaunchLookup]) -> None:
 
 
 def _measured_launch(
-    kernel: str, num_experts: int, columns: int, expected_rows: Optional[int], max_rows: int, device: torch.device
-) -> Optional[MaskedRowsLaunch]:
+    kernel: str, num_experts: int, columns: int, expected_rows: int | None, max_rows: int, device: torch.device
+) -> MaskedRowsLaunch | None:
     """The table's launch for this shape with its cap inside the payload, or None."""
     if _launch_lookup is None or expected_rows is None:
         return None
@@ -175,11 +184,17 @@ def _measured_launch(
 # Cached: one captured graph always sees one choice, and an eager call pays a dictionary look-up.
 @functools.lru_cache(maxsize=4096)
 def _requant_launch(
-    num_groups: int, num_experts: int, expected_rows: Optional[int], max_rows: int, device: torch.device
+    num_groups: int,
+    num_experts: int,
+    expected_rows: int | None,
+    max_rows: int,
+    device: torch.device,
+    measured: bool = True,
 ) -> MaskedRowsLaunch:
-    measured = _measured_launch("requant", num_experts, num_groups, expected_rows, max_rows, device)
-    if measured is not None:
-        return measured
+    """The table's launch where there is one and ``measured`` allows it, otherwise the rule's."""
+    launch = _measured_launch("requant", num_experts, num_groups, expected_rows, max_rows, device) if measured else None
+    if launch is not None:
+        return launch
     g_block, m_grid, row_cap = requant_launch_geometry(
         num_groups, num_experts, expected_rows=expected_rows, warp_size=requant_warp_size(device), max_rows=max_rows
     )
@@ -190,11 +205,17 @@ def _requant_launch(
 
 @functools.lru_cache(maxsize=4096)
 def _silu_launch(
-    inner_dim: int, num_experts: int, expected_rows: Optional[int], max_rows: int, device: torch.device
+    inner_dim: int,
+    num_experts: int,
+    expected_rows: int | None,
+    max_rows: int,
+    device: torch.device,
+    measured: bool = True,
 ) -> MaskedRowsLaunch:
-    measured = _measured_launch("silu", num_experts, inner_dim, expected_rows, max_rows, device)
-    if measured is not None:
-        return measured
+    """The table's launch where there is one and ``measured`` allows it, otherwise the rule's."""
+    launch = _measured_launch("silu", num_experts, inner_dim, expected_rows, max_rows, device) if measured else None
+    if launch is not None:
+        return launch
     # The row rule is the requant's: both stream the same rows of the same experts.
     _, m_grid, row_cap = requant_launch_geometry(1, num_experts, expected_rows=expected_rows, max_rows=max_rows)
     return MaskedRowsLaunch(
@@ -207,31 +228,51 @@ def _silu_launch(
 
 
 @triton.jit
-def _live_rows(masked_m_ptr, expert, m):
-    """Rows of ``expert`` that are live. A count outside [0, m] is clamped: no program may leave the expert's block."""
-    return tl.minimum(tl.maximum(tl.load(masked_m_ptr + expert), 0), m)
+def _live_rows(count, limit):
+    """A row count clamped to [0, limit], so that no program leaves the expert's block whatever the count says.
 
-
-@triton.jit
-def _overflow_list(masked_m_ptr, num_experts, m, row_cap, ROW_BLOCK: tl.constexpr, EXPERT_BLOCK: tl.constexpr):
-    """The flat list of row blocks above the cap: expert ids, their live rows, inclusive block counts, and its length."""
-    expert_ids = tl.arange(0, EXPERT_BLOCK)
-    rows = tl.load(masked_m_ptr + expert_ids, mask=expert_ids < num_experts, other=0)
-    rows = tl.minimum(tl.maximum(rows, 0), m)
-    blocks = (tl.maximum(rows - row_cap, 0) + (ROW_BLOCK - 1)) // ROW_BLOCK
-    return expert_ids, rows, tl.cumsum(blocks), tl.sum(blocks)
-
-
-@triton.jit
-def _overflow_entry(index, expert_ids, rows, blocks_before, row_cap, ROW_BLOCK: tl.constexpr):
-    """Entry ``index`` of the flat list as (expert, first row, live rows of that expert).
-
-    The owner is however many experts end at or before the index; experts without overflow drop out of the count.
+    Counts are handed around as loaded and clamped where they are used: a warp issues in order, and a clamp right behind
+    the load would make everything after it wait for memory.
     """
-    done = blocks_before <= index
-    expert = tl.sum(done.to(tl.int32))
-    first = row_cap + (index - tl.max(tl.where(done, blocks_before, 0))) * ROW_BLOCK
-    live = tl.sum(tl.where(expert_ids == expert, rows, 0))
+    return tl.minimum(tl.maximum(count, 0), limit)
+
+
+@triton.jit
+def _overflow_blocks(
+    masked_m_ptr,
+    row_cap,
+    NUM_EXPERTS: tl.constexpr,
+    M: tl.constexpr,
+    ROW_BLOCK: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+):
+    """Expert ids, their live rows, and how many row blocks each has above the cap."""
+    expert_ids = tl.arange(0, EXPERT_BLOCK)
+    rows = tl.load(masked_m_ptr + expert_ids, mask=expert_ids < NUM_EXPERTS, other=0)
+    rows = _live_rows(rows, M)
+    return expert_ids, rows, (tl.maximum(rows - row_cap, 0) + (ROW_BLOCK - 1)) // ROW_BLOCK
+
+
+@triton.jit
+def _overflow_keys(expert_ids, rows, blocks):
+    """One word an expert: (expert, live rows, blocks before it in the flat list), the expert in the highest bits.
+
+    The owner of an entry is then one minimum over the experts that end after it: a reduction across warps is what a
+    program of phase 2 mostly waits for, so there is one and not three. The fields hold 2^11 experts, 2^24 rows of one
+    expert and 2^28 row blocks.
+    """
+    before = tl.cumsum(blocks) - blocks
+    return (expert_ids.to(tl.int64) << 52) | (rows.to(tl.int64) << 28) | before.to(tl.int64)
+
+
+@triton.jit
+def _overflow_entry(index, keys, blocks, row_cap, ROW_BLOCK: tl.constexpr):
+    """Entry ``index`` of the flat list as (expert, first row, live rows of that expert)."""
+    before = (keys & ((1 << 28) - 1)).to(tl.int32)
+    owner = tl.min(tl.where(before + blocks > index, keys, (1 << 63) - 1))
+    expert = (owner >> 52).to(tl.int32)
+    live = ((owner >> 28) & ((1 << 24) - 1)).to(tl.int32)
+    first = row_cap + (index - (owner & ((1 << 28) - 1)).to(tl.int32)) * ROW_BLOCK
     return expert, first, live
 
 
@@ -239,20 +280,22 @@ def _overflow_entry(index, expert_ids, rows, blocks_before, row_cap, ROW_BLOCK: 
 def _requant_row(
     x_ptr,
     x_scale_ptr,
-    x_scale_stride0,
-    x_scale_stride1,
     output_ptr,
-    m,
-    k,
     expert,
     first_row,
-    live_rows,
-    output_scale_inv,
-    k_offsets,
-    g_offsets,
-    g_mask,
+    count,
+    limit,
+    output_scale,
+    groups,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    X_SCALE_STRIDE0: tl.constexpr,
+    X_SCALE_STRIDE1: tl.constexpr,
+    X_SCALE_STRIDE2: tl.constexpr,
+    K_SCALE_BLOCK_SIZE: tl.constexpr,
     HAS_G_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     PREDICATE_LOADS: tl.constexpr,
 ):
     """Requantize one block of rows; the one place that writes a row, so both phases write the same bytes.
@@ -261,20 +304,25 @@ def _requant_row(
     the loads need not wait for the row count; the stores always do.
     """
     rows = first_row + tl.arange(0, ROW_BLOCK)
-    live = rows < live_rows
-    # Only an unpredicated read can point past the block; 64-bit from here on, as E x M x K passes 2^31 elements.
-    rows = tl.minimum(rows, m - 1).to(tl.int64)
-    expert = expert.to(tl.int64)
-    offsets = ((expert * m + rows) * k)[:, None, None] + k_offsets[None, :, :]
-    scale_ptrs = x_scale_ptr + expert * x_scale_stride0 + (rows * x_scale_stride1)[:, None] + g_offsets[None, :]
-    store_mask = live[:, None, None]
-    if HAS_G_TAIL:
-        store_mask = store_mask & g_mask[None, :, None]
+    # Only an unpredicated read can point past the block.
+    read_rows = rows if PREDICATE_LOADS else tl.minimum(rows, M - 1)
+    if WIDE_OFFSETS:
+        expert = expert.to(tl.int64)
+        read_rows = read_rows.to(tl.int64)
+        groups = groups.to(tl.int64)
+    columns = groups[:, None] * K_SCALE_BLOCK_SIZE + tl.arange(0, K_SCALE_BLOCK_SIZE)[None, :]
+    offsets = ((expert * M + read_rows) * K)[:, None, None] + columns[None, :, :]
+    scale_rows = expert * X_SCALE_STRIDE0 + read_rows * X_SCALE_STRIDE1
+    scale_ptrs = x_scale_ptr + scale_rows[:, None] + (groups * X_SCALE_STRIDE2)[None, :]
+    g_mask = groups < K // K_SCALE_BLOCK_SIZE
     if PREDICATE_LOADS:
+        live = rows < _live_rows(count, limit)
+        load_mask = live[:, None, None]
         scale_mask = live[:, None]
         if HAS_G_TAIL:
+            load_mask = load_mask & g_mask[None, :, None]
             scale_mask = scale_mask & g_mask[None, :]
-        hidden = tl.load(x_ptr + offsets, mask=store_mask, other=0.0)
+        hidden = tl.load(x_ptr + offsets, mask=load_mask, other=0.0)
         scale = tl.load(scale_ptrs, mask=scale_mask, other=0.0)
     elif HAS_G_TAIL:
         hidden = tl.load(x_ptr + offsets, mask=g_mask[None, :, None], other=0.0)
@@ -282,8 +330,13 @@ def _requant_row(
     else:
         hidden = tl.load(x_ptr + offsets)
         scale = tl.load(scale_ptrs)
+    # Here and not where it was loaded: a warp that waits for the per-tensor scale cannot issue the loads above.
+    output_scale_inv = 1.0 / output_scale
     scaled = hidden.to(tl.float32) * scale.to(tl.float32)[:, :, None]
     quantized = (scaled * output_scale_inv).to(output_ptr.dtype.element_ty)
+    store_mask = (rows < _live_rows(count, limit))[:, None, None]
+    if HAS_G_TAIL:
+        store_mask = store_mask & g_mask[None, :, None]
     tl.store(output_ptr + offsets, quantized, mask=store_mask)
 
 
@@ -291,123 +344,134 @@ def _requant_row(
 def _fp8_per_token_quant_to_per_tensor_quant_kernel(
     x_ptr,
     x_scale_ptr,
-    x_scale_stride0,
-    x_scale_stride1,
-    x_scale_stride2,
     masked_m_ptr,
     output_scale_ptr,
     output_ptr,
     problem_sizes1_ptr,
     problem_sizes2_ptr,
-    m,
-    k,
     n,
-    num_experts,
     row_cap,
+    speculative_rows,
+    NUM_EXPERTS: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    X_SCALE_STRIDE0: tl.constexpr,
+    X_SCALE_STRIDE1: tl.constexpr,
+    X_SCALE_STRIDE2: tl.constexpr,
     K_SCALE_BLOCK_SIZE: tl.constexpr,
     G_BLOCK_SIZE: tl.constexpr,
     HAS_G_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     SPECULATIVE: tl.constexpr,
     WRITE_PROBLEM_SIZES: tl.constexpr,
 ):
     """Grid (group tiles, m-grid, experts + overflow slices): per-token-group fp8 rows to one per-tensor scale.
 
-    Shapes: x, output [E, m, k] contiguous; x_scale [E, m, k / K_SCALE_BLOCK_SIZE] float32, any strides; masked_m [E].
+    Shapes: x, output [NUM_EXPERTS, M, K] contiguous; x_scale [NUM_EXPERTS, M, K / K_SCALE_BLOCK_SIZE] float32, any strides;
+    masked_m [NUM_EXPERTS]. Shapes and strides are constants of the kernel: a server has one set of them, and at two
+    microseconds a launch the address arithmetic before the first load is a part of the time.
     """
     pid_g, pid_m, pid_e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m_grid = tl.num_programs(1)
-
     # Whole scale groups: one scalar scale a group, and the payload contiguous along the fast axis.
     groups = pid_g * G_BLOCK_SIZE + tl.arange(0, G_BLOCK_SIZE)
-    g_mask = groups < k // K_SCALE_BLOCK_SIZE
-    k_offsets = groups[:, None] * K_SCALE_BLOCK_SIZE + tl.arange(0, K_SCALE_BLOCK_SIZE)[None, :]
-    g_offsets = groups.to(tl.int64) * x_scale_stride2
-    output_scale_inv = 1.0 / tl.load(output_scale_ptr).to(tl.float32)
+    output_scale = tl.load(output_scale_ptr).to(tl.float32)
 
-    if pid_e < num_experts:
-        live_rows = _live_rows(masked_m_ptr, pid_e, m)
-        if WRITE_PROBLEM_SIZES:
-            # The two tables of the grouped GEMMs ride along: one program an expert, six words.
-            if pid_g == 0 and pid_m == 0:
-                sizes1 = problem_sizes1_ptr + pid_e * 3
-                sizes2 = problem_sizes2_ptr + pid_e * 3
-                tl.store(sizes1, 2 * n)
-                tl.store(sizes1 + 1, live_rows)
-                tl.store(sizes1 + 2, k)
-                tl.store(sizes2, k)
-                tl.store(sizes2 + 1, live_rows)
-                tl.store(sizes2 + 2, n)
+    if pid_e < NUM_EXPERTS:
         # Phase 1: this expert's rows below the cap.
-        live_rows = tl.minimum(live_rows, row_cap)
+        count = tl.load(masked_m_ptr + pid_e)
+        limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
         if SPECULATIVE:
+            if first_row < speculative_rows:
+                _requant_row(
+                    x_ptr,
+                    x_scale_ptr,
+                    output_ptr,
+                    pid_e,
+                    first_row,
+                    count,
+                    limit,
+                    output_scale,
+                    groups,
+                    M,
+                    K,
+                    X_SCALE_STRIDE0,
+                    X_SCALE_STRIDE1,
+                    X_SCALE_STRIDE2,
+                    K_SCALE_BLOCK_SIZE,
+                    HAS_G_TAIL,
+                    ROW_BLOCK,
+                    WIDE_OFFSETS,
+                    False,
+                )
+                first_row += m_grid * ROW_BLOCK
+        if WRITE_PROBLEM_SIZES:
+            # The two tables of the grouped GEMMs ride along: one program an expert, six words.
+            first = (pid_g == 0) & (pid_m == 0)
+            sizes1 = problem_sizes1_ptr + pid_e * 3
+            sizes2 = problem_sizes2_ptr + pid_e * 3
+            live_rows = _live_rows(count, M)
+            tl.store(sizes1, 2 * n, mask=first)
+            tl.store(sizes1 + 1, live_rows, mask=first)
+            tl.store(sizes1 + 2, K, mask=first)
+            tl.store(sizes2, K, mask=first)
+            tl.store(sizes2 + 1, live_rows, mask=first)
+            tl.store(sizes2 + 2, n, mask=first)
+        for row in tl.range(first_row, _live_rows(count, limit), m_grid * ROW_BLOCK):
             _requant_row(
                 x_ptr,
                 x_scale_ptr,
-                x_scale_stride0,
-                x_scale_stride1,
                 output_ptr,
-                m,
-                k,
-                pid_e,
-                first_row,
-                live_rows,
-                output_scale_inv,
-                k_offsets,
-                g_offsets,
-                g_mask,
-                HAS_G_TAIL,
-                ROW_BLOCK,
-                False,
-            )
-            first_row += m_grid * ROW_BLOCK
-        for row in tl.range(first_row, live_rows, m_grid * ROW_BLOCK):
-            _requant_row(
-                x_ptr,
-                x_scale_ptr,
-                x_scale_stride0,
-                x_scale_stride1,
-                output_ptr,
-                m,
-                k,
                 pid_e,
                 row,
-                live_rows,
-                output_scale_inv,
-                k_offsets,
-                g_offsets,
-                g_mask,
+                count,
+                limit,
+                output_scale,
+                groups,
+                M,
+                K,
+                X_SCALE_STRIDE0,
+                X_SCALE_STRIDE1,
+                X_SCALE_STRIDE2,
+                K_SCALE_BLOCK_SIZE,
                 HAS_G_TAIL,
                 ROW_BLOCK,
+                WIDE_OFFSETS,
                 True,
             )
     else:
         # Phase 2: the rows above the cap, shared by the overflow slices.
-        expert_ids, rows, blocks_before, total = _overflow_list(
-            masked_m_ptr, num_experts, m, row_cap, ROW_BLOCK, EXPERT_BLOCK
-        )
-        sharers = (tl.num_programs(2) - num_experts) * m_grid
-        for index in tl.range((pid_e - num_experts) * m_grid + pid_m, total, sharers):
-            expert, row, live_rows = _overflow_entry(index, expert_ids, rows, blocks_before, row_cap, ROW_BLOCK)
+        expert_ids, rows, blocks = _overflow_blocks(masked_m_ptr, row_cap, NUM_EXPERTS, M, ROW_BLOCK, EXPERT_BLOCK)
+        total = tl.sum(blocks)
+        first_index = (pid_e - NUM_EXPERTS) * m_grid + pid_m
+        # With even load there is nothing to share: leave before the prefix sum, which phase 1 would be waiting for.
+        if first_index >= total:
+            return
+        keys = _overflow_keys(expert_ids, rows, blocks)
+        for index in tl.range(first_index, total, (tl.num_programs(2) - NUM_EXPERTS) * m_grid):
+            expert, row, count = _overflow_entry(index, keys, blocks, row_cap, ROW_BLOCK)
             _requant_row(
                 x_ptr,
                 x_scale_ptr,
-                x_scale_stride0,
-                x_scale_stride1,
                 output_ptr,
-                m,
-                k,
                 expert,
                 row,
-                live_rows,
-                output_scale_inv,
-                k_offsets,
-                g_offsets,
-                g_mask,
+                count,
+                M,
+                output_scale,
+                groups,
+                M,
+                K,
+                X_SCALE_STRIDE0,
+                X_SCALE_STRIDE1,
+                X_SCALE_STRIDE2,
+                K_SCALE_BLOCK_SIZE,
                 HAS_G_TAIL,
                 ROW_BLOCK,
+                WIDE_OFFSETS,
                 True,
             )
 
@@ -416,7 +480,7 @@ def _shape(tensor: torch.Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _check_masked_rows(masked_m: torch.Tensor, num_experts: int, expected_rows: Optional[int]) -> None:
+def _check_masked_rows(masked_m: torch.Tensor, num_experts: int, expected_rows: int | None) -> None:
     """Checks common to the kernels: the row counts and the row estimate. Host metadata only, nothing syncs."""
     if masked_m.dtype != torch.int32:
         raise TypeError(f"masked_m: dtype is {masked_m.dtype}, must be torch.int32")
@@ -440,7 +504,7 @@ def _check_requant(
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
-    expected_rows: Optional[int],
+    expected_rows: int | None,
     group_size: int,
 ) -> None:
     if x.dim() != 3:
@@ -452,7 +516,9 @@ def _check_requant(
     if not x.is_contiguous():
         raise ValueError(f"x: strides are {x.stride()}, must be contiguous")
     if x_scale.dtype == torch.int32:
-        raise TypeError("x_scale: int32 holds packed UE8M0 exponents, which are not float32 scales; must be torch.float32")
+        raise TypeError(
+            "x_scale: int32 holds packed UE8M0 exponents, which are not float32 scales; must be torch.float32"
+        )
     if x_scale.dtype != torch.float32:
         raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32")
     expected_shape = (x.size(0), x.size(1), x.size(2) // group_size)
@@ -479,7 +545,7 @@ def _check_problem_sizes(name: str, table: torch.Tensor, num_experts: int) -> No
         raise ValueError(f"{name}: shape is {_shape(table)}, must be contiguous [{num_experts}, 3]")
 
 
-def _grid(launch: MaskedRowsLaunch, columns: int, num_experts: int) -> Tuple[int, int, int]:
+def _grid(launch: MaskedRowsLaunch, columns: int, num_experts: int) -> tuple[int, int, int]:
     return (
         triton.cdiv(columns, launch.col_block),
         launch.m_grid,
@@ -493,12 +559,12 @@ def fp8_per_token_to_per_tensor_quant_triton(
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
-    expected_rows: Optional[int] = None,
+    expected_rows: int | None = None,
     *,
-    problem_sizes1: Optional[torch.Tensor] = None,
-    problem_sizes2: Optional[torch.Tensor] = None,
-    intermediate_size: Optional[int] = None,
-    launch: Optional[MaskedRowsLaunch] = None,
+    problem_sizes1: torch.Tensor | None = None,
+    problem_sizes2: torch.Tensor | None = None,
+    intermediate_size: int | None = None,
+    launch: MaskedRowsLaunch | None = None,
 ) -> None:
     """Requantize DeepEP's per-token-group fp8 rows to one per-tensor scale, live rows only.
 
@@ -538,26 +604,32 @@ def fp8_per_token_to_per_tensor_quant_triton(
     num_groups = hidden // group_size
     if launch is None:
         launch = _requant_launch(num_groups, num_experts, expected_rows, max_rows, x.device)
+    scale_strides = x_scale.stride()
+    furthest_scale = sum((size - 1) * stride for size, stride in zip(x_scale.shape, scale_strides, strict=True))
     _fp8_per_token_quant_to_per_tensor_quant_kernel[_grid(launch, num_groups, num_experts)](
         x,
         x_scale,
-        *x_scale.stride(),
         masked_m,
         output_scale,
         output,
         problem_sizes1,
         problem_sizes2,
-        max_rows,
-        hidden,
         intermediate_size or 0,
-        num_experts,
         launch.row_cap,
+        launch.speculative_rows,
+        NUM_EXPERTS=num_experts,
+        M=max_rows,
+        K=hidden,
+        X_SCALE_STRIDE0=scale_strides[0],
+        X_SCALE_STRIDE1=scale_strides[1],
+        X_SCALE_STRIDE2=scale_strides[2],
         K_SCALE_BLOCK_SIZE=group_size,
         G_BLOCK_SIZE=launch.col_block,
         HAS_G_TAIL=num_groups % launch.col_block != 0,
         ROW_BLOCK=launch.row_block,
         EXPERT_BLOCK=triton.next_power_of_2(num_experts),
-        SPECULATIVE=launch.speculative,
+        WIDE_OFFSETS=max(x.numel(), furthest_scale + 1) > _MAX_NARROW_ELEMENTS,
+        SPECULATIVE=launch.speculative_rows > 0,
         WRITE_PROBLEM_SIZES=write_tables,
         num_warps=launch.num_warps,
     )
@@ -567,17 +639,18 @@ def fp8_per_token_to_per_tensor_quant_triton(
 def _silu_and_mul_row(
     input_ptr,
     output_ptr,
-    m,
-    inner_dim,
     expert,
     first_row,
-    live_rows,
-    scale_inv,
+    count,
+    limit,
+    scale,
     columns,
-    column_mask,
-    fp8_max,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     PREDICATE_LOADS: tl.constexpr,
 ):
     """SiLU(gate) * up of one block of rows, quantized; the one place that writes a row, for both phases.
@@ -586,26 +659,35 @@ def _silu_and_mul_row(
     times the inverse scale, clamped, cast.
     """
     rows = first_row + tl.arange(0, ROW_BLOCK)
-    live = rows < live_rows
-    row_ids = expert.to(tl.int64) * m + tl.minimum(rows, m - 1)
-    gate_ptrs = input_ptr + (row_ids * (2 * inner_dim))[:, None] + columns[None, :]
-    store_mask = live[:, None]
-    if HAS_TAIL:
-        store_mask = store_mask & column_mask[None, :]
+    read_rows = rows if PREDICATE_LOADS else tl.minimum(rows, M - 1)
+    if WIDE_OFFSETS:
+        expert = expert.to(tl.int64)
+        read_rows = read_rows.to(tl.int64)
+    row_ids = expert * M + read_rows
+    gate_ptrs = input_ptr + (row_ids * (2 * N))[:, None] + columns[None, :]
+    column_mask = columns < N
     if PREDICATE_LOADS:
-        gate = tl.load(gate_ptrs, mask=store_mask, other=0.0)
-        up = tl.load(gate_ptrs + inner_dim, mask=store_mask, other=0.0)
+        load_mask = (rows < _live_rows(count, limit))[:, None]
+        if HAS_TAIL:
+            load_mask = load_mask & column_mask[None, :]
+        gate = tl.load(gate_ptrs, mask=load_mask, other=0.0)
+        up = tl.load(gate_ptrs + N, mask=load_mask, other=0.0)
     elif HAS_TAIL:
         gate = tl.load(gate_ptrs, mask=column_mask[None, :], other=0.0)
-        up = tl.load(gate_ptrs + inner_dim, mask=column_mask[None, :], other=0.0)
+        up = tl.load(gate_ptrs + N, mask=column_mask[None, :], other=0.0)
     else:
         gate = tl.load(gate_ptrs)
-        up = tl.load(gate_ptrs + inner_dim)
+        up = tl.load(gate_ptrs + N)
+    # Here and not where it was loaded: a warp that waits for the scale cannot issue the loads above.
+    scale_inv = 1.0 / scale
     gate = gate.to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(input_ptr.dtype.element_ty)
     scaled = (up.to(tl.float32) * gate) * scale_inv
-    quantized = tl.clamp(scaled, -fp8_max, fp8_max).to(output_ptr.dtype.element_ty)
-    tl.store(output_ptr + (row_ids * inner_dim)[:, None] + columns[None, :], quantized, mask=store_mask)
+    quantized = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(output_ptr.dtype.element_ty)
+    store_mask = (rows < _live_rows(count, limit))[:, None]
+    if HAS_TAIL:
+        store_mask = store_mask & column_mask[None, :]
+    tl.store(output_ptr + (row_ids * N)[:, None] + columns[None, :], quantized, mask=store_mask)
 
 
 @triton.jit
@@ -614,91 +696,100 @@ def _silu_and_mul_masked_quant_kernel(
     output_ptr,
     masked_m_ptr,
     scale_ptr,
-    scale_stride,
-    m,
-    inner_dim,
-    num_experts,
     row_cap,
-    fp8_max,
+    speculative_rows,
+    NUM_EXPERTS: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
+    FP8_MAX: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     EXPERT_BLOCK: tl.constexpr,
+    WIDE_OFFSETS: tl.constexpr,
     SPECULATIVE: tl.constexpr,
 ):
     """Grid (column tiles, m-grid, experts + overflow slices): the requant's schedule over SiLU-and-multiply rows.
 
-    Shapes: input [E, m, 2 * inner_dim] with gate first, output [E, m, inner_dim] fp8, both contiguous; scale_stride is 0
-    for a per-tensor scale and 1 for one scale an expert.
+    Shapes: input [NUM_EXPERTS, M, 2 * N] with gate first, output [NUM_EXPERTS, M, N] fp8, both contiguous; SCALE_STRIDE is
+    0 for a per-tensor scale and 1 for one scale an expert.
     """
     pid_n, pid_m, pid_e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m_grid = tl.num_programs(1)
     columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    column_mask = columns < inner_dim
 
-    if pid_e < num_experts:
+    if pid_e < NUM_EXPERTS:
         # Phase 1: this expert's rows below the cap.
-        live_rows = tl.minimum(_live_rows(masked_m_ptr, pid_e, m), row_cap)
-        scale_inv = 1.0 / tl.load(scale_ptr + pid_e * scale_stride).to(tl.float32)
+        count = tl.load(masked_m_ptr + pid_e)
+        scale = tl.load(scale_ptr + pid_e * SCALE_STRIDE).to(tl.float32)
+        limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
         if SPECULATIVE:
+            if first_row < speculative_rows:
+                _silu_and_mul_row(
+                    input_ptr,
+                    output_ptr,
+                    pid_e,
+                    first_row,
+                    count,
+                    limit,
+                    scale,
+                    columns,
+                    M,
+                    N,
+                    FP8_MAX,
+                    HAS_TAIL,
+                    ROW_BLOCK,
+                    WIDE_OFFSETS,
+                    False,
+                )
+                first_row += m_grid * ROW_BLOCK
+        for row in tl.range(first_row, _live_rows(count, limit), m_grid * ROW_BLOCK):
             _silu_and_mul_row(
                 input_ptr,
                 output_ptr,
-                m,
-                inner_dim,
-                pid_e,
-                first_row,
-                live_rows,
-                scale_inv,
-                columns,
-                column_mask,
-                fp8_max,
-                HAS_TAIL,
-                ROW_BLOCK,
-                False,
-            )
-            first_row += m_grid * ROW_BLOCK
-        for row in tl.range(first_row, live_rows, m_grid * ROW_BLOCK):
-            _silu_and_mul_row(
-                input_ptr,
-                output_ptr,
-                m,
-                inner_dim,
                 pid_e,
                 row,
-                live_rows,
-                scale_inv,
+                count,
+                limit,
+                scale,
                 columns,
-                column_mask,
-                fp8_max,
+                M,
+                N,
+                FP8_MAX,
                 HAS_TAIL,
                 ROW_BLOCK,
+                WIDE_OFFSETS,
                 True,
             )
     else:
         # Phase 2: the rows above the cap, shared by the overflow slices.
-        expert_ids, rows, blocks_before, total = _overflow_list(
-            masked_m_ptr, num_experts, m, row_cap, ROW_BLOCK, EXPERT_BLOCK
-        )
-        sharers = (tl.num_programs(2) - num_experts) * m_grid
-        for index in tl.range((pid_e - num_experts) * m_grid + pid_m, total, sharers):
-            expert, row, live_rows = _overflow_entry(index, expert_ids, rows, blocks_before, row_cap, ROW_BLOCK)
-            scale_inv = 1.0 / tl.load(scale_ptr + expert * scale_stride).to(tl.float32)
+        expert_ids, rows, blocks = _overflow_blocks(masked_m_ptr, row_cap, NUM_EXPERTS, M, ROW_BLOCK, EXPERT_BLOCK)
+        total = tl.sum(blocks)
+        first_index = (pid_e - NUM_EXPERTS) * m_grid + pid_m
+        # With even load there is nothing to share: leave before the prefix sum, which phase 1 would be waiting for.
+        if first_index >= total:
+            return
+        keys = _overflow_keys(expert_ids, rows, blocks)
+        for index in tl.range(first_index, total, (tl.num_programs(2) - NUM_EXPERTS) * m_grid):
+            expert, row, count = _overflow_entry(index, keys, blocks, row_cap, ROW_BLOCK)
+            scale = tl.load(scale_ptr + expert * SCALE_STRIDE).to(tl.float32)
             _silu_and_mul_row(
                 input_ptr,
                 output_ptr,
-                m,
-                inner_dim,
                 expert,
                 row,
-                live_rows,
-                scale_inv,
+                count,
+                M,
+                scale,
                 columns,
-                column_mask,
-                fp8_max,
+                M,
+                N,
+                FP8_MAX,
                 HAS_TAIL,
                 ROW_BLOCK,
+                WIDE_OFFSETS,
                 True,
             )
 
@@ -708,7 +799,7 @@ def _check_silu(
     output: torch.Tensor,
     masked_m: torch.Tensor,
     scale: torch.Tensor,
-    expected_rows: Optional[int],
+    expected_rows: int | None,
 ) -> None:
     if input.dim() != 3:
         raise ValueError(f"input: shape is {_shape(input)}, must be [num_experts, padded_rows, 2 * inner_dim]")
@@ -740,9 +831,9 @@ def silu_and_mul_masked_post_per_tensor_quant_fwd(
     output: torch.Tensor,
     masked_m: torch.Tensor,
     scale: torch.Tensor,
-    expected_rows: Optional[int] = None,
+    expected_rows: int | None = None,
     *,
-    launch: Optional[MaskedRowsLaunch] = None,
+    launch: MaskedRowsLaunch | None = None,
 ) -> torch.Tensor:
     """``output = fp8(silu(gate) * up / scale)`` over the live rows of every expert, saturated.
 
@@ -772,17 +863,19 @@ def silu_and_mul_masked_post_per_tensor_quant_fwd(
         output,
         masked_m,
         scale,
-        0 if scale.numel() == 1 else 1,
-        max_rows,
-        inner_dim,
-        num_experts,
         launch.row_cap,
-        torch.finfo(output.dtype).max,
+        launch.speculative_rows,
+        NUM_EXPERTS=num_experts,
+        M=max_rows,
+        N=inner_dim,
+        SCALE_STRIDE=0 if scale.numel() == 1 else 1,
+        FP8_MAX=torch.finfo(output.dtype).max,
         BLOCK_N=launch.col_block,
         HAS_TAIL=inner_dim % launch.col_block != 0,
         ROW_BLOCK=launch.row_block,
         EXPERT_BLOCK=triton.next_power_of_2(num_experts),
-        SPECULATIVE=launch.speculative,
+        WIDE_OFFSETS=input.numel() > _MAX_NARROW_ELEMENTS,
+        SPECULATIVE=launch.speculative_rows > 0,
         num_warps=launch.num_warps,
     )
     return output

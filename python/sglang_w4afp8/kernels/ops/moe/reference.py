@@ -1,7 +1,5 @@
 """Plain torch references of the streaming kernels: slow, obvious, and what every test compares with."""
 
-from typing import Optional, Tuple
-
 import torch
 
 
@@ -22,7 +20,7 @@ def fp8_per_token_to_per_tensor_quant_reference(
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
-    output_scale_inv: Optional[torch.Tensor] = None,
+    output_scale_inv: torch.Tensor | None = None,
 ) -> None:
     """``output = fp8((x * x_scale) * (1 / output_scale))`` on live rows; shapes as in the kernel's public function.
 
@@ -38,7 +36,7 @@ def fp8_per_token_to_per_tensor_quant_reference(
         output[expert, :rows] = _saturate(scaled, output.dtype)
 
 
-def problem_sizes_reference(masked_m: torch.Tensor, n: int, k: int) -> Tuple[torch.Tensor, torch.Tensor]:
+def problem_sizes_reference(masked_m: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The two int32 ``[E, 3]`` tables ``(2n, rows, k)`` and ``(k, rows, n)`` of the grouped GEMMs."""
     rows = masked_m.to(torch.int32)
     full = torch.full_like(rows, k), torch.full_like(rows, 2 * n), torch.full_like(rows, n)

@@ -34,7 +34,7 @@ def test_m_grid_never_below_four(num_experts):
 
 @pytest.mark.parametrize("num_experts", EXPERTS)
 def test_m_grid_is_monotone_in_rows(num_experts):
-    grids = [_geometry(rows, num_experts)[1] for rows in range(0, 300)]
+    grids = [_geometry(rows, num_experts)[1] for rows in range(300)]
     assert grids == sorted(grids)
     assert grids[-1] == LEGACY_M_GRID
 
@@ -99,7 +99,9 @@ def test_tile_is_a_power_of_two_and_never_wider_than_the_payload(num_groups, num
         assert g_block & (g_block - 1) == 0
 
 
-@pytest.mark.parametrize("value, expected", [(-3, 1), (0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (1023, 512), (1024, 1024)])
+@pytest.mark.parametrize(
+    "value, expected", [(-3, 1), (0, 1), (1, 1), (2, 2), (3, 2), (4, 4), (1023, 512), (1024, 1024)]
+)
 def test_floor_pow2(value, expected):
     assert kernels._floor_pow2(value) == expected
 
@@ -136,11 +138,11 @@ def test_a_measured_launch_is_used_and_its_cap_stays_inside_the_payload(lookup):
 
     def measured(kernel, num_experts, columns, expected_rows, device):
         asked.append((kernel, num_experts, columns, expected_rows))
-        return MaskedRowsLaunch(2, 1, 4096, row_block=8, num_warps=1, overflow_experts=3, speculative=True)
+        return MaskedRowsLaunch(2, 1, 4096, row_block=8, num_warps=1, overflow_experts=3, speculative_rows=4)
 
     lookup(measured)
     cpu = torch.device("cpu")
-    expected = MaskedRowsLaunch(2, 1, 512, row_block=8, num_warps=1, overflow_experts=3, speculative=True)
+    expected = MaskedRowsLaunch(2, 1, 512, row_block=8, num_warps=1, overflow_experts=3, speculative_rows=4)
     assert kernels._requant_launch(56, 64, 9, 512, cpu) == expected
     assert kernels._silu_launch(2048, 64, 9, 512, cpu) == expected
     # Asked once per shape: a replayed or repeated call costs no look-up.
@@ -155,7 +157,7 @@ def test_the_rules_apply_where_no_measurement_does(lookup, expected_rows):
     assert (launch.col_block, launch.m_grid, launch.row_cap) == requant_launch_geometry(
         56, 64, expected_rows=expected_rows, max_rows=512
     )
-    assert (launch.row_block, launch.num_warps, launch.overflow_experts, launch.speculative) == (1, 4, 8, False)
+    assert (launch.row_block, launch.num_warps, launch.overflow_experts, launch.speculative_rows) == (1, 4, 8, 0)
 
 
 def test_removing_the_lookup_forgets_its_choices(lookup):

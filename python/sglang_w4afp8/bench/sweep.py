@@ -1,0 +1,130 @@
+"""``sglang-w4afp8 bench requant|silu|layer``: the sweeps behind the results files, on any GPU.
+
+Writes one JSON per kind after every cell, so an interrupted run resumes where it stopped.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from sglang_w4afp8.bench import streaming
+from sglang_w4afp8.bench.measure import run_metadata, write_json
+
+KINDS = ("requant", "silu", "layer")
+# Hidden sizes of DeepSeek-V3 and Kimi-class models; intermediate sizes of the former and of GLM-class ones.
+HIDDEN = (7168, 3584)
+INNER = (2048, 1536)
+
+
+def _load_done(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """Cells of an interrupted run of the same set-up; a file of another set-up is not mixed with this run."""
+    if not path.is_file():
+        return []
+    content = json.loads(path.read_text(encoding="utf-8"))
+    same = all(
+        content["meta"].get(key) == meta[key] for key in ("gpu", "driver", "torch", "triton", "sglang", "sglang_w4afp8")
+    )
+    if not same:
+        raise SystemExit(f"{path}: was measured with another set-up; move it away or name another --out")
+    return content["cells"]
+
+
+def _sweep(
+    path: Path,
+    shapes: Iterable[tuple[dict[str, int], Callable[[], Any]]],
+    providers: Callable[[Any, streaming.Cell], Any],
+    cells: Sequence[streaming.Cell],
+    repeats: int,
+) -> list[dict[str, Any]]:
+    meta = run_metadata(repeats=repeats)
+    done = _load_done(path, meta)
+    shapes = list(shapes)
+    with tqdm(total=len(shapes) * len(cells), unit="cell", desc=path.stem, disable=None) as progress:
+        for shape, make_buffers in shapes:
+            buffers = None
+            for cell in cells:
+                key = {
+                    **shape,
+                    "experts": cell.experts,
+                    "padded": cell.padded,
+                    "rows": cell.rows,
+                    "routing": cell.routing,
+                }
+                if not any(all(entry.get(name) == value for name, value in key.items()) for entry in done):
+                    if buffers is None:
+                        buffers = make_buffers()
+                    timed = streaming.measure_cell(providers(buffers, cell), repeats)
+                    done.append({**key, "expected_m": cell.expected_m(), **timed})
+                    write_json(path, {"meta": meta, "cells": done})
+                progress.update()
+    return done
+
+
+def summarize(cells: Sequence[dict[str, Any]]) -> str:
+    """Geometric mean and worst cell of engine/ours, and of ours/copy, as text."""
+    compared = [cell for cell in cells if cell.get("engine_us")]
+    lines = []
+    for label, ratios in (
+        ("engine/ours", [(cell["engine_us"] / cell["ours_us"], cell) for cell in compared]),
+        ("copy/ours", [(cell["copy_us"] / cell["ours_us"], cell) for cell in cells]),
+    ):
+        if not ratios:
+            continue
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+        worst, cell = min(ratios, key=lambda entry: entry[0])
+        lines.append(f"{label}: geometric mean {mean:.3f}, worst {worst:.3f} at {cell}")
+    return "\n".join(lines)
+
+
+def run(
+    kind: str, out: Path, experts: Sequence[int], rows: Sequence[int], padded: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Measure one kind over its grid and write ``out``; returns the cells."""
+    cells = list(streaming.grid(experts, rows, streaming.ROUTINGS, padded))
+    largest = max(experts)
+    if kind == "requant":
+        shapes = [({"k": k}, lambda k=k: streaming.RequantBuffers(largest, padded, k)) for k in HIDDEN]
+        return _sweep(out, shapes, streaming.requant_providers, cells, repeats)
+    if kind == "silu":
+        shapes = [({"n": n}, lambda n=n: streaming.SiluBuffers(largest, padded, n)) for n in INNER]
+        return _sweep(out, shapes, streaming.silu_providers, cells, repeats)
+    shapes = [
+        (
+            {"k": HIDDEN[0], "n": INNER[0]},
+            lambda: (
+                streaming.RequantBuffers(largest, padded, HIDDEN[0]),
+                streaming.SiluBuffers(largest, padded, INNER[0]),
+            ),
+        )
+    ]
+    return _sweep(out, shapes, lambda buffers, cell: streaming.layer_providers(*buffers, cell), cells, repeats)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sglang-w4afp8 bench", description=__doc__.partition("\n\n")[0])
+    parser.add_argument("kind", choices=KINDS, help="what to measure; `layer` is a layer's streaming steps together")
+    parser.add_argument("--out", type=Path, help="results file (default: <kind>.json here)")
+    parser.add_argument("--experts", type=int, nargs="+", default=list(streaming.EXPERTS), help="local experts")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
+    parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
+    parser.add_argument("--repeats", type=int, default=15, help="timed turns of every provider")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure one kind; returns 2 without a GPU."""
+    options = _parser().parse_args(argv)
+    if not torch.cuda.is_available():
+        print("bench: no GPU here; nothing can be measured", file=sys.stderr)
+        return 2
+    out = options.out or Path(f"{options.kind}.json")
+    cells = run(options.kind, out, options.experts, options.rows, options.padded, options.repeats)
+    print(summarize(cells))
+    return 0

@@ -1,0 +1,139 @@
+"""Measured launches of the streaming kernels: the file format, its look-up, and how they reach the kernels.
+
+A file holds, per kernel ("requant", "silu"), columns (scale groups of a row, or N) and local experts, a list of launches by
+``expected_m``. A shape between the measured ones takes the nearest columns and experts on a logarithmic scale, and the
+launch of the largest measured ``expected_m`` that is not above its own. Geometry cannot change bytes, so a poor match costs
+time only.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
+
+KIND = "streaming"
+# Raised whenever the kernels' schedule changes, so that launches tuned for another schedule are not used.
+SCHEDULE = "2"
+_KERNELS = ("requant", "silu")
+
+
+@dataclass(frozen=True)
+class MeasuredLaunch:
+    """A launch as measured, with its cap as a multiple of the expected rows, because a table holds for every M.
+
+    Attributes:
+        expected_m: the dispatcher's estimate it was measured at.
+        cap_slack: rows that stay with their expert, in multiples of ``expected_m``.
+        speculative_slack: rows that may be loaded unseen, in multiples of the mean behind ``expected_m`` (one less).
+        others: as in :class:`MaskedRowsLaunch`.
+    """
+
+    expected_m: int
+    col_block: int
+    m_grid: int
+    cap_slack: int
+    row_block: int
+    num_warps: int
+    overflow_experts: int
+    speculative_slack: int
+
+    def launch(self, expected_rows: int) -> MaskedRowsLaunch:
+        return MaskedRowsLaunch(
+            self.col_block,
+            self.m_grid,
+            self.cap_slack * max(1, expected_rows),
+            self.row_block,
+            self.num_warps,
+            self.overflow_experts,
+            self.speculative_slack * max(1, expected_rows - 1),
+        )
+
+
+# kernel -> columns -> experts -> launches in rising expected_m
+Table = Mapping[str, Mapping[int, Mapping[int, tuple[MeasuredLaunch, ...]]]]
+
+
+def _integer(entry: Mapping[str, Any], field: str, least: int = 1, power_of_two: bool = False) -> int:
+    value = entry[field]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{field}: is {value!r}, must be an integer of at least {least}")
+    if power_of_two and value & (value - 1):
+        raise ValueError(f"{field}: is {value}, must be a power of two")
+    return value
+
+
+def _parse_launch(entry: Mapping[str, Any]) -> MeasuredLaunch:
+    return MeasuredLaunch(
+        expected_m=_integer(entry, "expected_m"),
+        col_block=_integer(entry, "col_block", power_of_two=True),
+        m_grid=_integer(entry, "m_grid"),
+        cap_slack=_integer(entry, "cap_slack"),
+        row_block=_integer(entry, "row_block", power_of_two=True),
+        num_warps=_integer(entry, "num_warps", power_of_two=True),
+        overflow_experts=_integer(entry, "overflow_experts"),
+        speculative_slack=_integer(entry, "speculative_slack", least=0),
+    )
+
+
+def parse(data: Mapping[str, Any]) -> Table:
+    """The table of a file's ``data``; any malformed entry refuses the whole file (ValueError, KeyError, TypeError)."""
+    unknown = set(data) - set(_KERNELS)
+    if unknown:
+        raise ValueError(f"unknown kernels {sorted(unknown)}, known are {list(_KERNELS)}")
+    table: dict[str, dict[int, dict[int, tuple[MeasuredLaunch, ...]]]] = {}
+    for kernel, by_columns in data.items():
+        for columns, by_experts in by_columns.items():
+            for experts, entries in by_experts.items():
+                launches = sorted((_parse_launch(entry) for entry in entries), key=lambda entry: entry.expected_m)
+                if not launches:
+                    raise ValueError(f"{kernel} {columns} {experts}: no launches")
+                table.setdefault(kernel, {}).setdefault(int(columns), {})[int(experts)] = tuple(launches)
+    return table
+
+
+def to_data(launches: Mapping[tuple[str, int, int], list[MeasuredLaunch]]) -> dict[str, Any]:
+    """``data`` of a file from launches keyed by (kernel, columns, experts); the inverse of :func:`parse`."""
+    data: dict[str, Any] = {}
+    for (kernel, columns, experts), entries in sorted(launches.items()):
+        ordered = sorted(entries, key=lambda entry: entry.expected_m)
+        data.setdefault(kernel, {}).setdefault(str(columns), {})[str(experts)] = [asdict(entry) for entry in ordered]
+    return data
+
+
+def _nearest(measured: Mapping[int, Any], wanted: int) -> int:
+    return min(measured, key=lambda value: (abs(math.log(value / max(1, wanted))), value))
+
+
+def choose(table: Table, kernel: str, num_experts: int, columns: int, expected_rows: int) -> MaskedRowsLaunch | None:
+    """The measured launch for a shape, or None when the table has nothing for this kernel."""
+    by_columns = table.get(kernel)
+    if not by_columns:
+        return None
+    by_experts = by_columns[_nearest(by_columns, columns)]
+    launches = by_experts[_nearest(by_experts, num_experts)]
+    below = [entry for entry in launches if entry.expected_m <= expected_rows]
+    return (below[-1] if below else launches[0]).launch(expected_rows)
+
+
+@functools.cache
+def _table(gpu: str) -> Table | None:
+    return tuned_config.load_tuned(
+        KIND, (gpu,), {"gpu": gpu, "schedule": SCHEDULE}, parse, fallback="the launch geometry's rules"
+    )
+
+
+def lookup(
+    kernel: str, num_experts: int, columns: int, expected_rows: int, device: torch.device
+) -> MaskedRowsLaunch | None:
+    """What the kernels ask before they apply their rules; None without a GPU or a usable file."""
+    if device.type != "cuda":
+        return None
+    gpu = tuned_config.gpu_name(device.index)
+    table = _table(gpu) if gpu else None
+    return choose(table, kernel, num_experts, columns, expected_rows) if table else None
