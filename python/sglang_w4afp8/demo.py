@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     if with_deep_ep:
         print("demo: real DeepEP low-latency dispatch, one process and one rank, on this GPU")
     elif on_gpu:
-        print("demo: deep_ep is not installed (pip install sgl-deep-ep): a payload laid out like its own, on this GPU")
+        print("demo: deep_ep is not installed: a payload laid out like DeepEP's, on this GPU")
     else:
         print(
             "demo: no GPU here: the patched engine function under Triton's interpreter, on a payload laid out like DeepEP's"
