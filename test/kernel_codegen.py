@@ -1,0 +1,424 @@
+#!/usr/bin/env python3
+"""Compile the streaming kernels for real targets, without a GPU, and look at the memory accesses in the assembly.
+
+    python test/kernel_codegen.py                                       # every geometry that production launches
+    python test/kernel_codegen.py --target cuda:90 --json findings.json
+    PYTHONPATH=/somewhere/triton-3.6 python test/kernel_codegen.py      # with another Triton
+
+The gain of both kernels hangs on what the compiler makes of their addressing: payload moved in the widest accesses that the
+tile allows, and one scalar scale a group, not one an element. That is lost silently (a mask that is not whole, a stride
+whose divisibility is unknown, a layout that another Triton version picks), and seen only in the assembly.
+
+Every kernel is compiled with the arguments of a real call: the public function runs on meta tensors of serving size, and what
+it would launch is compiled with the specialisation that Triton derives from those arguments (integers that are 1, integers
+and pointers that are multiples of 16, on AMD tensors within 2 GB).
+
+Needs Triton, torch and this package; no engine, no pytest. Exit status: 0, 1 where a check fails, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+if __name__ == "__main__":
+    # Before Triton is imported: a kernel is interpreted or compiled from its decoration on.
+    if os.environ.pop("TRITON_INTERPRET", "0") not in ("", "0"):
+        print("kernel_codegen: TRITON_INTERPRET is ignored, the compiler is what is looked at", file=sys.stderr)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels, launch_table
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
+
+TARGETS = {
+    "cuda:90": GPUTarget("cuda", 90, 32),
+    "cuda:100": GPUTarget("cuda", 100, 32),
+    "hip:gfx950": GPUTarget("hip", "gfx950", 64),
+}
+REQUANT, SILU = "requant", "silu"
+KERNELS = {REQUANT: "_fp8_per_token_quant_to_per_tensor_quant_kernel", SILU: "_silu_and_mul_masked_quant_kernel"}
+GROUP = 128
+# Hidden and intermediate sizes of DeepSeek-V3 and of Kimi- and GLM-class models; 512 rows a rank over 4 ranks.
+HIDDEN, INNER = (7168, 3584), (2048, 1536)
+EXPERTS = (8, 32, 64, 128, 256)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+PADDED = 2048
+
+_TRITON_TYPES = {
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One launch of production: the call's sizes and the launch parameters, or None for the rule's."""
+
+    kernel: str
+    columns: int  # K of the requant, N of SiLU
+    experts: int
+    launch: MaskedRowsLaunch
+    problem_sizes: bool = False  # the chain's requant also writes the GEMMs' tables
+
+    @property
+    def compiled_as(self) -> tuple[Any, ...]:
+        """What makes another kernel of it, apart from the number of experts, whose sums touch no payload."""
+        width = self.columns // GROUP if self.kernel == REQUANT else self.columns
+        launch = self.launch
+        tile = launch.col_block, launch.row_block, launch.num_warps, launch.speculative_rows > 0
+        return (self.kernel, *tile, width % launch.col_block != 0, self.problem_sizes)
+
+    def __str__(self) -> str:
+        launch = self.launch
+        return (
+            f"{self.kernel} {self.columns} E{self.experts} tile {launch.row_block}x{launch.col_block} warps {launch.num_warps}"
+            f"{' speculative' if launch.speculative_rows else ''}{' tables' if self.problem_sizes else ''}"
+        )
+
+
+def rule_geometries(warp_size: int) -> Iterator[Geometry]:
+    """What the launch rules choose where there is no table, for every size above."""
+    warp_size_of = ep_moe_kernels.requant_warp_size
+    ep_moe_kernels.requant_warp_size = lambda device: warp_size
+    ep_moe_kernels.set_launch_lookup(None)
+    device = torch.device("meta")
+    try:
+        for experts in EXPERTS:
+            for expected_rows in (None, *(rows + 1 for rows in ROWS)):
+                for hidden in HIDDEN:
+                    launch = ep_moe_kernels._requant_launch(hidden // GROUP, experts, expected_rows, PADDED, device)
+                    for problem_sizes in (False, True):
+                        yield Geometry(REQUANT, hidden, experts, launch, problem_sizes)
+                for inner in INNER:
+                    launch = ep_moe_kernels._silu_launch(inner, experts, expected_rows, PADDED, device)
+                    yield Geometry(SILU, inner, experts, launch)
+    finally:
+        ep_moe_kernels.requant_warp_size = warp_size_of
+        ep_moe_kernels.set_launch_lookup(launch_table.lookup)
+
+
+def table_geometries(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> Iterator[Geometry]:
+    """Every launch of every shipped table."""
+    for path in sorted(directory.glob(f"{launch_table.KIND}_*.json")):
+        for kernel, by_columns in launch_table.parse(tuned_config.read_tuned(path, {})).items():
+            for columns, by_experts in by_columns.items():
+                for experts, entries in by_experts.items():
+                    for entry in entries:
+                        launch = entry.launch(entry.expected_m)
+                        width = columns * GROUP if kernel == REQUANT else columns
+                        yield Geometry(kernel, width, experts, launch, problem_sizes=kernel == REQUANT)
+
+
+def distinct(geometries: Iterable[Geometry]) -> list[Geometry]:
+    """One geometry for each kernel that would be compiled."""
+    found: dict[tuple[Any, ...], Geometry] = {}
+    for geometry in geometries:
+        found.setdefault(geometry.compiled_as, geometry)
+    return list(found.values())
+
+
+class _Recorder:
+    """Stands in for a kernel: keeps the arguments of its launch."""
+
+    def __init__(self) -> None:
+        self.arguments: tuple[Any, ...] = ()
+        self.named: dict[str, Any] = {}
+
+    def __getitem__(self, grid: Any) -> _Recorder:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments, self.named = arguments, named
+
+
+def _call(module: ModuleType, geometry: Geometry) -> None:
+    """The public function on meta tensors of serving size: its checks and its choice of arguments, and no memory."""
+    experts, columns, launch = geometry.experts, geometry.columns, geometry.launch
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    masked_m = empty(experts, dtype=torch.int32)
+    if geometry.kernel == REQUANT:
+        x = empty(experts, PADDED, columns, dtype=torch.float8_e4m3fn)
+        x_scale = empty(experts, columns // GROUP, PADDED).transpose(1, 2)
+        tables = {}
+        if geometry.problem_sizes:
+            tables = {name: empty(experts, 3, dtype=torch.int32) for name in ("problem_sizes1", "problem_sizes2")}
+            tables["intermediate_size"] = INNER[0]
+        module.fp8_per_token_to_per_tensor_quant_triton(
+            x, x_scale, masked_m, empty(1), torch.empty_like(x), launch=launch, **tables
+        )
+    else:
+        gate_up = empty(experts, PADDED, 2 * columns, dtype=torch.bfloat16)
+        output = empty(experts, PADDED, columns, dtype=torch.float8_e4m3fn)
+        module.silu_and_mul_masked_post_per_tensor_quant_fwd(gate_up, output, masked_m, empty(1), launch=launch)
+
+
+def _launch_arguments(module: ModuleType, geometry: Geometry) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel, its arguments by name, and its compile options, as the public function launches it."""
+    name = KERNELS[geometry.kernel]
+    kernel, recorder = getattr(module, name), _Recorder()
+    setattr(module, name, recorder)
+    try:
+        _call(module, geometry)
+    finally:
+        setattr(module, name, kernel)
+    arguments = dict(zip(kernel.arg_names, recorder.arguments, strict=False))
+    options = {key: value for key, value in recorder.named.items() if key not in kernel.arg_names}
+    arguments |= {key: value for key, value in recorder.named.items() if key in kernel.arg_names}
+    assert set(arguments) == set(kernel.arg_names), f"{name}: no value for {set(kernel.arg_names) - set(arguments)}"
+    return kernel, arguments, options
+
+
+def _specialise(value: Any, target: GPUTarget, aligned: bool) -> tuple[str, list[list[Any]]]:
+    """Triton's type and attributes of a run-time argument."""
+    if isinstance(value, torch.Tensor):
+        attributes: list[list[Any]] = [["tt.divisibility", 16]] if aligned else []
+        if target.backend == "hip" and value.untyped_storage().nbytes() < 2**31:
+            attributes.append(["tt.pointer_range", 32])
+        return "*" + _TRITON_TYPES[value.dtype], attributes
+    if isinstance(value, float):
+        return "fp32", []
+    assert isinstance(value, int), f"no Triton type for {value!r}"
+    wide = not -(2**31) <= value < 2**31
+    return "i64" if wide else "i32", [["tt.divisibility", 16]] if value % 16 == 0 else []
+
+
+def compile_geometry(
+    geometry: Geometry, target: GPUTarget, module: ModuleType = ep_moe_kernels, aligned: bool = True
+) -> str:
+    """Assembly (PTX, or AMD's) of one geometry."""
+    kernel, arguments, options = _launch_arguments(module, geometry)
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        # Triton makes a constant of every argument that is None or 1.
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name], found = _specialise(value, target, aligned)
+        if found:
+            attributes[(index,)] = found
+    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+    return compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+
+
+@dataclass
+class Accesses:
+    """Accesses of global memory by bytes a lane, loads and stores; a wave's common (scalar) loads are left out."""
+
+    loads: Counter[int] = field(default_factory=Counter)
+    stores: Counter[int] = field(default_factory=Counter)
+
+
+_PTX = re.compile(r"\b(ld|st)\.(?:[a-z_]+\.)*?global((?:\.[\w:]+)*)\s")
+_AMD = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(\w+)")
+_AMD_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16, "b32": 4, "b64": 8, "b96": 12, "b128": 16}
+
+
+def accesses(assembly: str, backend: str) -> Accesses:
+    """Count the accesses of one kernel's assembly."""
+    found = Accesses()
+    if backend == "cuda":
+        for kind, qualifiers in _PTX.findall(assembly):
+            bits = int(re.search(r"\.[bufs](\d+)\b", qualifiers)[1])
+            vector = re.search(r"\.v(\d)\b", qualifiers)
+            (found.loads if kind == "ld" else found.stores)[bits // 8 * (int(vector[1]) if vector else 1)] += 1
+    else:
+        for kind, width in _AMD.findall(assembly):
+            narrow = 2 if "short" in width or "16" in width else 1
+            (found.loads if kind == "load" else found.stores)[_AMD_BYTES.get(width, narrow)] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one compilation gave, and what is wrong with it (nothing, mostly)."""
+
+    target: str
+    geometry: str
+    load_bytes: dict[int, int]
+    store_bytes: dict[int, int]
+    faults: list[str]
+
+
+def faults(geometry: Geometry, target: GPUTarget, seen: Accesses) -> list[str]:
+    """Where the accesses are narrower or more than the tile allows.
+
+    A lane's share of the tile says how wide its accesses can be, 16 bytes at most; below 8 bytes there is nothing to see. Each
+    of the code paths (the expert's own rows, shared rows, and rows loaded unseen where that is on) moves its tile once.
+    """
+    launch = geometry.launch
+    lanes = launch.num_warps * target.warp_size
+    tile = launch.row_block * launch.col_block * (GROUP if geometry.kernel == REQUANT else 1)
+    elements = max(1, tile // lanes)
+    paths = 3 if launch.speculative_rows else 2
+    if geometry.kernel == REQUANT:
+        load_width = store_width = min(16, elements)
+        vectors = paths * max(1, elements // 16)
+        # One scale a vector, which lies in one group; beside them the count and the per-tensor scale.
+        scalar_limit = vectors + 2
+    else:
+        load_width, store_width = min(16, 2 * elements), min(16, elements)
+        # Gate and up.
+        vectors = 2 * paths * max(1, 2 * elements // 16)
+        # The count, and the scale in each phase.
+        scalar_limit = 3
+    # Phase 2 reads all experts' counts, in one access where a lane has several.
+    counts = max(1, triton.next_power_of_2(geometry.experts) // lanes)
+    scalar_limit += counts
+    loads, stores = seen.loads.copy(), seen.stores
+    if 1 < counts <= 4 and loads[4 * counts]:
+        loads[4 * counts] -= 1
+
+    found = []
+    narrow = sum(count for width, count in loads.items() if width < 4)
+    if narrow:
+        found.append(f"{narrow} loads of less than a word")
+    if load_width > 4:
+        wide = sorted(width for width, count in loads.items() if width > 4 and count)
+        if wide != [load_width]:
+            found.append(f"payload loads are of {wide or 'single words'}, must be of {load_width} bytes")
+        elif loads[load_width] < vectors:
+            found.append(f"{loads[load_width]} payload loads, must be at least {vectors}")
+        if loads[4] + narrow > scalar_limit:
+            found.append(
+                f"{loads[4] + narrow} scalar loads, must be at most {scalar_limit}: a scale a group, not an element"
+            )
+    if store_width >= 4:
+        narrow = sum(count for width, count in stores.items() if width < 4)
+        if narrow:
+            found.append(f"{narrow} stores of less than a word")
+        if stores[store_width] < paths:
+            found.append(f"{stores[store_width]} payload stores of {store_width} bytes, must be at least {paths}")
+    return found
+
+
+def examine(
+    geometries: Iterable[Geometry], target_name: str, module: ModuleType = ep_moe_kernels, aligned: bool = True
+) -> list[Finding]:
+    """Compile and judge geometries for one target."""
+    target = TARGETS[target_name]
+    findings = []
+    for geometry in geometries:
+        seen = accesses(compile_geometry(geometry, target, module, aligned), target.backend)
+        findings.append(
+            Finding(
+                target_name,
+                str(geometry),
+                dict(sorted(seen.loads.items())),
+                dict(sorted(seen.stores.items())),
+                faults(geometry, target, seen),
+            )
+        )
+    return findings
+
+
+# ---- broken on purpose: a check that cannot fail says nothing
+
+# The addressing of the legacy kernel: a scale is loaded for every element of its group.
+_ELEMENT_WISE_SCALES = (
+    (r"(\n    scale_ptrs = )(.*)\n", r"\1(\2)[:, :, None] + tl.zeros_like(offsets)\n"),
+    (r"mask=scale_mask", "mask=load_mask"),
+    (r"mask=g_mask\[None, :\]", "mask=g_mask[None, :, None]"),
+    (r"scale\.to\(tl\.float32\)\[:, :, None\]", "scale.to(tl.float32)"),
+)
+
+
+def with_element_wise_scales(directory: Path) -> ModuleType:
+    """A copy of the kernels' module whose requant gathers scales by element, as a module of its own."""
+    source = Path(ep_moe_kernels.__file__).read_text(encoding="utf-8")
+    for pattern, replacement in _ELEMENT_WISE_SCALES:
+        source, changed = re.subn(pattern, replacement, source)
+        if not changed:
+            raise LookupError(f"the requant has no {pattern!r} any more: break it in another way")
+    path = directory / "element_wise_scales.py"
+    path.write_text(source, encoding="utf-8")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def broken(kind: str, directory: Path, target_name: str) -> list[Finding]:
+    """Findings of one deliberate fault; every one of them must have faults.
+
+    Kinds: ``element-wise-scales`` (NVIDIA only: on AMD, LLVM merges loads of one address, so that there the assembly is
+    as good); ``unaligned-pointers``; ``odd-width`` (SiLU of 2047 columns).
+    """
+    requant = [g for g in distinct(rule_geometries(TARGETS[target_name].warp_size)) if g.kernel == REQUANT]
+    if kind == "element-wise-scales":
+        return examine(requant, target_name, with_element_wise_scales(directory))
+    if kind == "unaligned-pointers":
+        return examine(requant[:2], target_name, aligned=False)
+    if kind == "odd-width":
+        return examine([Geometry(SILU, 2047, 64, MaskedRowsLaunch(1024, 4, 4, num_warps=4))], target_name)
+    raise ValueError(f"kind: is {kind!r}, must be one of {', '.join(BROKEN)}")
+
+
+BROKEN = ("element-wise-scales", "unaligned-pointers", "odd-width")
+
+
+def production(target_name: str) -> list[Geometry]:
+    """Every geometry that production launches: the rules' for the target's warp width, and those of every shipped table."""
+    return distinct([*rule_geometries(TARGETS[target_name].warp_size), *table_geometries()])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
+    parser.add_argument(
+        "--broken", choices=BROKEN, help="compile with this fault instead; exit 0 when it is caught everywhere"
+    )
+    parser.add_argument("--scratch", type=Path, default=Path("."), help="folder of the broken copy")
+    parser.add_argument("--json", type=Path, help="write the findings here")
+    options = parser.parse_args(argv)
+    findings: list[Finding] = []
+    for name in options.target or TARGETS:
+        if options.broken:
+            findings += broken(options.broken, options.scratch, name)
+        else:
+            findings += examine(production(name), name)
+    for finding in findings:
+        print(
+            f"{finding.target:10} {finding.geometry:58} loads {_text(finding.load_bytes)}  stores {_text(finding.store_bytes)}"
+            f"  {'; '.join(finding.faults) or 'ok'}"
+        )
+    if options.json:
+        content = {"triton": triton.__version__, "findings": [asdict(finding) for finding in findings]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    wrong = [finding for finding in findings if bool(finding.faults) != bool(options.broken)]
+    outcome = "not caught" if options.broken else "wrong"
+    print(f"triton {triton.__version__}: {len(findings)} compilations, {len(wrong)} {outcome}")
+    return 1 if wrong or not findings else 0
+
+
+def _text(counts: Mapping[int, int]) -> str:
+    return " ".join(f"{count}x{width}B" for width, count in counts.items()) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

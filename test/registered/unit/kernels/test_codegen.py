@@ -1,0 +1,156 @@
+"""Accesses of the compiled kernels, without a GPU: as wide as the tile allows, and one scale a group.
+
+The compiler runs in processes of its own (here kernels are interpreted); ``test/kernel_codegen.py`` says what is compiled
+and judged. Deliberate faults prove that the checks can fail.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+import kernel_codegen
+from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
+
+register_cpu_ci(est_time=90, suite="base-a-test-cpu")
+
+SCRIPT = Path(kernel_codegen.__file__)
+
+
+def run(tmp_path, *arguments):
+    """Findings of one run of the script, and its exit status."""
+    path = tmp_path / "findings.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(SCRIPT), "--json", str(path), "--scratch", str(tmp_path), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert path.is_file(), done.stderr[-2000:]
+    return json.loads(path.read_text(encoding="utf-8"))["findings"], done.returncode
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_production_geometry_moves_wide_words_and_one_scale_a_group(target, tmp_path):
+    findings, status = run(tmp_path, "--target", target)
+    assert {finding["geometry"]: finding["faults"] for finding in findings if finding["faults"]} == {}
+    assert status == 0
+    kernels = [finding["geometry"].split()[0] for finding in findings]
+    assert kernels.count(REQUANT) >= 4 and kernels.count(SILU) >= 2
+    # What the rules tile for from 32 experts up: 16 bytes a lane, whatever the warp's width.
+    tile = f"tile 1x{16 * TARGETS[target].warp_size // 32} warps 4"
+    (widest,) = [finding for finding in findings if finding["geometry"].endswith(f"{tile} tables")]
+    assert (widest["load_bytes"]["16"], widest["store_bytes"]["16"]) == (2, 2)
+
+
+@pytest.mark.parametrize("target", ["cuda:90", "cuda:100"])
+def test_scales_addressed_by_element_are_caught(target, tmp_path):
+    findings, status = run(tmp_path, "--target", target, "--broken", "element-wise-scales")
+    assert status == 0
+    assert len(findings) >= 4
+    for finding in findings:
+        # The payload is as wide as before; only the gather tells.
+        (fault,) = finding["faults"]
+        assert "scalar loads" in fault
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["unaligned-pointers", "odd-width"])
+def test_narrow_accesses_are_caught(target, kind, tmp_path):
+    findings, status = run(tmp_path, "--target", target, "--broken", kind)
+    assert status == 0
+    assert findings
+    for finding in findings:
+        assert any("payload loads are of" in fault or "less than a word" in fault for fault in finding["faults"])
+        assert any("stores" in fault for fault in finding["faults"]) or target.startswith("hip")
+
+
+def test_ptx_is_counted_by_bytes_a_lane():
+    found = accesses(
+        """
+        @%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+        @%p1 ld.global.L1::evict_first.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ];
+        ld.global.nc.v2.b64 { %rd4, %rd5 }, [ %rd1 ];
+        ld.global.b32 { %r5 }, [ %rd2 + 0 ];
+        ld.global.f32 %f1, [%rd2];
+        ld.volatile.global.u8 %rs1, [%rd2];
+        ld.param.b64 %rd1, [kernel_param_0];
+        ld.shared.v4.b32 { %r1, %r2, %r3, %r4 }, [ %r9 ];
+        @%p2 st.global.v4.b32 [ %rd3 + 0 ], { %r1, %r2, %r3, %r4 };
+        @%p2 st.global.b8 [ %rd3 + 0 ], { %rs1 };
+        """,
+        "cuda",
+    )
+    assert found.loads == {16: 2, 8: 1, 4: 2, 1: 1}
+    assert found.stores == {16: 1, 1: 1}
+
+
+def test_amd_assembly_is_counted_by_bytes_a_lane():
+    found = accesses(
+        """
+        s_load_dwordx4 s[0:3], s[4:5], 0x0
+        global_load_dwordx4 v[0:3], v[4:5], off
+        buffer_load_dwordx2 v[0:1], v4, s[8:11], 0 offen
+        global_load_dword v0, v1, s[2:3]
+        global_load_ubyte v0, v1, s[2:3]
+        buffer_load_ushort v0, v1, s[8:11], 0 offen
+        global_load_short_d16_hi v0, v1, s[2:3]
+        ds_read_b128 v[0:3], v4
+        global_store_dwordx3 v0, v[1:3], s[2:3]
+        buffer_store_byte v0, v1, s[8:11], 0 offen
+        """,
+        "hip",
+    )
+    assert found.loads == {16: 1, 8: 1, 4: 1, 2: 2, 1: 1}
+    assert found.stores == {12: 1, 1: 1}
+
+
+def _seen(loads, stores):
+    found = kernel_codegen.Accesses()
+    found.loads.update(loads)
+    found.stores.update(stores)
+    return found
+
+
+# 2 KB over 128 lanes: one access of 16 bytes a lane in each of the two paths.
+WIDE = Geometry(REQUANT, 7168, 64, MaskedRowsLaunch(16, 4, 4, num_warps=4))
+
+
+@pytest.mark.parametrize(
+    ("loads", "stores", "words"),
+    [
+        ({16: 2, 4: 5}, {16: 2}, []),
+        ({16: 2, 4: 5}, {16: 2, 4: 6}, []),
+        ({16: 2, 4: 35}, {16: 2}, ["35 scalar loads"]),
+        ({8: 4, 4: 5}, {16: 2}, ["payload loads are of [8], must be of 16"]),
+        ({16: 1, 8: 2, 4: 5}, {16: 2}, ["payload loads are of [8, 16], must be of 16"]),
+        ({16: 1, 4: 5}, {16: 2}, ["1 payload loads, must be at least 2"]),
+        ({4: 5}, {16: 2}, ["single words"]),
+        ({16: 2, 4: 5, 1: 1}, {16: 2}, ["1 loads of less than a word", "6 scalar loads"]),
+        ({16: 2, 4: 5}, {8: 4}, ["0 payload stores of 16 bytes"]),
+        ({16: 2, 4: 5}, {16: 2, 1: 3}, ["3 stores of less than a word"]),
+    ],
+)
+def test_what_is_a_fault(loads, stores, words):
+    found = faults(WIDE, TARGETS["cuda:90"], _seen(loads, stores))
+    assert len(found) == len(words)
+    assert all(word in fault for word, fault in zip(words, found, strict=True))
+
+
+def test_counts_of_many_experts_may_come_in_one_wide_load():
+    launch = MaskedRowsLaunch(16, 4, 4, num_warps=4)
+    seen = _seen({16: 2, 8: 1, 4: 4}, {16: 2})
+    assert faults(Geometry(REQUANT, 7168, 256, launch), TARGETS["cuda:90"], seen) == []
+    assert len(faults(Geometry(REQUANT, 7168, 64, launch), TARGETS["cuda:90"], seen)) == 1
+
+
+def test_a_wave_of_64_lanes_halves_the_width():
+    launch = MaskedRowsLaunch(1024, 4, 4, num_warps=4)
+    assert faults(Geometry(SILU, 2048, 64, launch), TARGETS["cuda:90"], _seen({16: 4, 4: 4}, {8: 2})) == []
+    assert faults(Geometry(SILU, 2048, 64, launch), TARGETS["hip:gfx950"], _seen({8: 4, 4: 4}, {4: 2})) == []
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
