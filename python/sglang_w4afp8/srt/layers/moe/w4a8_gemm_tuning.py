@@ -16,6 +16,7 @@ where there are more than the cell needs, so that weights come from memory as in
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import statistics
 import time
@@ -726,9 +727,12 @@ def tune_gemm(
     padded_rows: Mapping[int, int] = PADDED_ROWS,
     directory: Path | None = None,
     time_limit_s: float = float("inf"),
+    keep: bool = True,
     done: Callable[[Cell, str], None] = lambda cell, stage: None,
 ) -> Path:
     """Measure the tiles of this machine's GPU and installed sglang-kernel, and write the table that serving then uses.
+
+    What was measured is kept beside the table after every cell, and a later call goes on from there.
 
     Args:
         shapes: (n, k) of the GEMMs, for example `DEEPSEEK_SHAPES`.
@@ -737,6 +741,7 @@ def tune_gemm(
         padded_rows: buffer rows by local experts, 512 for others.
         directory: where to write, the user's directory by default.
         time_limit_s: after this no further cell is started; the table holds what was measured.
+        keep: go on with what an earlier call measured with the same GPU, kernel and Triton.
         done: called after each cell.
 
     Returns:
@@ -754,12 +759,25 @@ def tune_gemm(
     if signature.stand_down_reason or signature.expected_rows_parameter:
         reason = signature.stand_down_reason or f"the kernel takes {signature.expected_rows_parameter} itself"
         raise RuntimeError(f"tune: {reason}")
+    path = table_path(directory if directory is not None else tuned_config.user_directory(), gpu, version)
+    metadata = table_metadata(gpu, version)
+    measured = path.with_suffix(".measured")
     run: dict[str, Any] = {}
+    if keep and measured.is_file():
+        kept = json.loads(measured.read_text(encoding="utf-8"))
+        run = kept["run"] if kept["metadata"] == metadata else {}
+
+    def record(cell: Cell, stage: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = measured.with_name(measured.name + ".partial")
+        partial.write_text(json.dumps({"metadata": metadata, "run": run}) + "\n", encoding="utf-8")
+        partial.replace(measured)
+        done(cell, stage)
+
     cells = plan_cells(shapes, experts, rows, padded_rows=padded_rows)
     device = torch.device("cuda", torch.cuda.current_device())
-    run_sweep(run, cells, kernel, device, deadline=time.monotonic() + time_limit_s, verify=False, done=done)
-    path = table_path(directory if directory is not None else tuned_config.user_directory(), gpu, version)
-    tuned_config.write_tuned(path, table_metadata(gpu, version), table_data(run))
+    run_sweep(run, cells, kernel, device, deadline=time.monotonic() + time_limit_s, verify=False, done=record)
+    tuned_config.write_tuned(path, metadata, table_data(run))
     tuned_config.clear_cache()
     w4a8_gemm.clear_cache()
     return path

@@ -1,0 +1,268 @@
+"""What the measuring code promises without a GPU: the cells' row counts, resuming, refusals, and the tuner's choice.
+
+Timing is replaced by a clock of the test's own; the kernels run under the interpreter.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+import torch
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.bench import measure, streaming, sweep, tune, tune_streaming
+from sglang_w4afp8.kernels.ops.moe import launch_table
+from sglang_w4afp8.srt.layers.moe import w4a8_gemm, w4a8_gemm_tuning
+
+register_cpu_ci(est_time=30, suite="base-a-test-cpu")
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="fakes a GPU; the real one is used elsewhere")
+
+
+@pytest.mark.parametrize("experts, rows", [(8, 1), (8, 128), (64, 1), (64, 32), (256, 8)])
+@pytest.mark.parametrize("routing", streaming.ROUTINGS)
+def test_every_routing_keeps_the_total(experts, rows, routing):
+    counts = streaming.Cell(experts, 2048, rows, routing).row_counts()
+    assert counts.dtype == torch.int32 and len(counts) == experts
+    assert int(counts.sum()) == experts * rows
+    assert int(counts.min()) >= 0
+
+
+def test_routings_are_what_they_say():
+    assert streaming.Cell(4, 64, 5, "even").row_counts().tolist() == [5, 5, 5, 5]
+    skewed = streaming.Cell(32, 64, 2, "skew16").row_counts().tolist()
+    assert skewed[16] == 32
+    assert sorted(skewed)[:-1] == [1] * 30 + [2]
+    spread = streaming.Cell(64, 2048, 8, "random").row_counts()
+    assert len(set(spread.tolist())) > 4
+    assert torch.equal(spread, streaming.Cell(64, 2048, 8, "random").row_counts())
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+def test_the_estimate_is_the_dispatchers(rows):
+    # (rows + E) // E of the total: one above an exact mean.
+    assert streaming.Cell(64, 2048, rows, "even").expected_m() == rows + 1
+
+
+@pytest.mark.parametrize("cell", [streaming.Cell(4, 4, 5, "even"), streaming.Cell(4, 64, 5, "sideways")])
+def test_a_cell_that_cannot_be_is_refused(cell):
+    with pytest.raises(ValueError, match="^(padded|routing): "):
+        cell.row_counts()
+
+
+def test_the_engines_own_kernel_is_not_ours(monkeypatch):
+    name = "silu_and_mul_masked_post_per_tensor_quant_fwd"
+    assert streaming.engine_function(name).__module__ == "sglang.kernels.ops.moe.ep_moe_kernels"
+    engine = streaming._engine_kernels()
+    monkeypatch.setattr(engine, name, streaming.ours.silu_and_mul_masked_post_per_tensor_quant_fwd)
+    with pytest.raises(RuntimeError, match=f"^{name}: the plugin is active"):
+        streaming.engine_function(name)
+
+
+def test_different_bytes_are_never_timed():
+    output = torch.zeros(4, dtype=torch.float8_e4m3fn)
+
+    def write(value):
+        return lambda: output.view(torch.uint8)[:2].fill_(value)
+
+    streaming.check_same_bytes("same", write(3), write(3), output)
+    with pytest.raises(streaming.MismatchError, match="^other: "):
+        streaming.check_same_bytes("other", write(3), write(4), output)
+    with pytest.raises(streaming.MismatchError, match="^padding: "):
+        streaming.check_same_bytes("padding", lambda: output.view(torch.uint8).fill_(3), write(3), output)
+
+
+class Clock:
+    """Stands in for graph capture: a provider's time is what the test says of it, in turns."""
+
+    def __init__(self, monkeypatch, price):
+        self.turns = []
+        self.price = price
+        for module in (measure, tune_streaming):
+            monkeypatch.setattr(module, "capture", self.capture)
+            monkeypatch.setattr(module, "replay_us", lambda graph, launches: graph.replay() / launches)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def capture(self, run, launches):
+        clock = self
+
+        class Graph:
+            def replay(self):
+                clock.turns.append(run)
+                return clock.price(run) * launches
+
+        run()
+        return Graph()
+
+
+def test_providers_take_turns_and_the_median_counts(monkeypatch):
+    def fast():
+        pass
+
+    def slow():
+        pass
+
+    prices = {fast: [2.0] * 100, slow: [9.0, 9.0, 3.0, 50.0, 4.0, 5.0, 6.0] + [5.0] * 100}
+    clock = Clock(monkeypatch, lambda run: prices[run].pop(0))
+    medians = measure.interleaved_medians({"fast": fast, "slow": slow}, repeats=5, launches=3)
+    # The first two turns warm up; 3, 50, 4, 5, 6 are left.
+    assert medians == {"fast": 2.0, "slow": 5.0}
+    assert clock.turns == [fast, slow] * 7
+
+
+@pytest.mark.parametrize("us, launches", [(0.5, 40), (2.0, 40), (10.0, 15), (1000.0, 4)])
+def test_short_calls_share_a_graph(us, launches):
+    assert measure.launches_for(us) == launches
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Sweeps at sizes that the interpreter can run, on CPU tensors."""
+    monkeypatch.setattr(streaming, "PADDED", 40)
+    monkeypatch.setattr(sweep, "HIDDEN", (256,))
+    monkeypatch.setattr(sweep, "INNER", (128,))
+    for buffers in (streaming.RequantBuffers, streaming.SiluBuffers):
+        monkeypatch.setattr(buffers.__init__, "__defaults__", ("cpu",))
+    # The engine asks the GPU for its warp width, and there is none.
+    monkeypatch.setattr(streaming._engine_kernels(), "requant_warp_size", lambda device: 32, raising=False)
+    monkeypatch.setattr(streaming, "interleaved_medians", lambda providers, repeats: dict.fromkeys(providers, 2.0))
+
+
+@pytest.mark.parametrize("kind, size", [("requant", "k"), ("silu", "n"), ("layer", "n")])
+def test_a_sweep_is_written_and_resumed(tiny, tmp_path, monkeypatch, kind, size):
+    out = tmp_path / "out.json"
+    cells = sweep.run(kind, out, [2], [1, 2], 40, 1)
+    assert len(cells) == 2 * len(streaming.ROUTINGS)
+    assert cells == json.loads(out.read_text())["cells"]
+    assert {"experts", "padded", "rows", "routing", "expected_m", "ours_us", "engine_us", "copy_us", size} <= set(
+        cells[0]
+    )
+    out.write_text(json.dumps({**json.loads(out.read_text()), "cells": cells[:-1]}))
+    monkeypatch.setattr(streaming, "interleaved_medians", lambda providers, repeats: dict.fromkeys(providers, 7.0))
+    resumed = sweep.run(kind, out, [2], [1, 2], 40, 1)
+    assert [cell["ours_us"] for cell in resumed] == [2.0] * (len(cells) - 1) + [7.0]
+
+
+def test_results_of_another_set_up_are_not_mixed(tiny, tmp_path):
+    out = tmp_path / "out.json"
+    sweep.run("silu", out, [2], [1], 40, 1)
+    content = json.loads(out.read_text())
+    content["meta"]["triton"] = "0.0"
+    out.write_text(json.dumps(content))
+    with pytest.raises(SystemExit, match="another set-up"):
+        sweep.run("silu", out, [2], [1], 40, 1)
+    assert json.loads(out.read_text()) == content
+
+
+def test_the_summary_names_the_worst_cell():
+    cells = [{"rows": r, "ours_us": 2.0, "engine_us": e, "copy_us": 1.0} for r, e in ((1, 4.0), (2, 1.0))]
+    text = sweep.summarize(cells)
+    assert "engine/ours: geometric mean 1.000, worst 0.500 at {'rows': 2" in text
+
+
+@pytest.mark.parametrize("command", [sweep.main, tune.main])
+def test_without_a_gpu_nothing_is_measured(command, capsys):
+    assert command(["requant"] if command is sweep.main else []) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+def test_an_unknown_kind_is_refused_by_name(capsys):
+    with pytest.raises(SystemExit):
+        tune.main(["gem"])
+    assert "kinds: is 'gem', must be streaming or gemm" in capsys.readouterr().err
+
+
+def test_the_tuner_keeps_the_fastest_and_resumes(tiny, tmp_path, monkeypatch):
+    wanted = {"col_block": 1, "row_block": 2}
+    measured = []
+
+    def price(run):
+        candidate = (run.__defaults__ or (None,))[-1]
+        if candidate is None:
+            return 5.0
+        measured.append(candidate)
+        return 1.0 if all(getattr(candidate, k) == v for k, v in wanted.items()) else 2.0 + candidate.m_grid / 100
+
+    Clock(monkeypatch, price)
+    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", ((1, 2, 1), (2, 1, 1)))
+    monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
+    monkeypatch.setattr(tune_streaming, "_rule", lambda *args: launch_table.MeasuredLaunch(2, 2, 4, 2, 1, 4, 1, 0))
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "Test GPU")
+    out = tmp_path / "streaming_test_gpu.json"
+    tune_streaming.tune(out, [256], [], [2], [1])
+    content = json.loads(out.read_text())
+    (winner,) = content["data"]["requant"]["2"]["2"]
+    assert (winner["col_block"], winner["row_block"], winner["expected_m"]) == (1, 2, 2)
+    assert content["metadata"]["gpu"] == "Test GPU" and content["metadata"]["schedule"] == launch_table.SCHEDULE
+    assert launch_table.parse(content["data"])
+    seen = len(measured)
+    tune_streaming.tune(out, [256], [], [2], [1])
+    assert len(measured) == seen and json.loads(out.read_text()) == content
+
+
+def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypatch):
+    rule = launch_table.MeasuredLaunch(2, 2, 4, 2, 1, 4, 1, 0)
+
+    def price(run):
+        candidate = (run.__defaults__ or (None,))[-1]
+        return 1.005 if candidate == rule else 1.0
+
+    Clock(monkeypatch, price)
+    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", ((1, 2, 1), (2, 1, 1)))
+    monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
+    monkeypatch.setattr(tune_streaming, "_rule", lambda *args: rule)
+    winner, score = tune_streaming.tune_cell("requant", streaming.RequantBuffers(2, 40, 256), 2, 2, 1)
+    assert winner == rule and math.isclose(score, 1.005)
+
+
+def test_gemm_tuning_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    swept = []
+
+    class StoppedError(Exception):
+        pass
+
+    def run_sweep(run, cells, kernel, device, deadline, verify, done):
+        for cell in cells:
+            if cell.key not in run.setdefault("cells", {}):
+                swept.append(cell.key)
+                run["cells"][cell.key] = {"cell": dataclasses.asdict(cell)}
+                done(cell, "sweep")
+                if len(swept) == 3:
+                    raise StoppedError
+
+    def kernel(
+        d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
+        chunk_size, topk,
+    ):  # fmt: skip
+        raise AssertionError("never launched")
+
+    module = type(sys)("sgl_kernel")
+    module.cutlass_w4a8_moe_mm = kernel
+    monkeypatch.setitem(sys.modules, "sgl_kernel", module)
+    monkeypatch.setattr(tuned_config, "gpu_name", functools.cache(lambda index=None: "Test GPU"))
+    monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: "0.4.5")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(w4a8_gemm_tuning, "run_sweep", run_sweep)
+    monkeypatch.setattr(w4a8_gemm_tuning, "table_data", lambda run: {"cells": len(run["cells"])})
+    arguments = {"rows": [1, 2], "directory": tmp_path}
+    cells = w4a8_gemm_tuning.plan_cells([(16, 512)], [8], [1, 2])
+    assert len(cells) > 3
+    with pytest.raises(StoppedError):
+        w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], **arguments)
+    assert not list(tmp_path.glob("*.json"))
+    path = w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], **arguments)
+    assert swept == [cell.key for cell in cells]
+    assert json.loads(path.read_text())["data"] == {"cells": len(cells)}
+    w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], keep=False, **arguments)
+    assert len(swept) == 2 * len(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
