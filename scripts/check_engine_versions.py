@@ -122,7 +122,7 @@ def _field(metadata: str, pattern: str) -> str:
 
 def _code(file: source.Source, attribute: str) -> list[str]:
     """A target and every definition of its module that it reaches, as comparable text."""
-    wanted = source.used(source.one_function(file, attribute))
+    wanted = set(source.used(source.one_function(file, attribute)))
     statements = [statement for statement in file.tree.body if source.defined(statement)]
     while True:
         more = {n for s in statements if source.defined(s) & wanted for n in source.used(s)} - wanted

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Run the code-generation tests under every Triton that the supported engines bring, each in a process of its own.
+"""Compile every kernel with every Triton that the supported engines bring, and look at the accesses in the assembly.
 
-    python scripts/check_tritons.py                      # all of them
-    python scripts/check_tritons.py --triton 3.9.0 -- -x # one that no engine brings yet; the rest to pytest
+    python scripts/check_tritons.py                                        # all of them
+    python scripts/check_tritons.py --triton 3.9.0 -- --target cuda:90     # one that no engine brings yet
 
-Tritons are installed side by side in the user's cache (about 200 MB to fetch and 700 MB on disk each, once) and put in front
-of the environment's own, which is used as it is where the version is the same. Only Triton changes: torch stays.
+Each Triton runs ``test/kernel_codegen.py`` in a process of its own; arguments after ``--`` go to it. They are installed side
+by side in the user's cache (about 200 MB to fetch and 700 MB on disk each, once) and put in front of the environment's own,
+which is used as it is where the version is the same. Only Triton changes: torch stays.
 
-Exit status: 0 all pass; 1 a Triton fails, named; 2 one cannot be fetched.
+Exit status: 0 all well; 1 a Triton makes other code, named; 2 one cannot be fetched.
 """
 
 from __future__ import annotations
@@ -26,18 +27,7 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 import cached_wheels  # noqa: E402
 import check_engine_versions  # noqa: E402
 
-CODEGEN = ROOT / "test" / "registered" / "unit" / "kernels" / "test_codegen.py"
-
-
-def run(version: str, directory: Path | None, pytest_args: Sequence[str] = (), test: Path = CODEGEN) -> int:
-    """Run the code-generation tests with one Triton; ``directory`` is put in front of the environment's packages."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    front = [str(directory)] if directory else []
-    environment["PYTHONPATH"] = os.pathsep.join([*front, *filter(None, [environment.get("PYTHONPATH")])])
-    # A compiled kernel is cached by its source and by Triton's own version; apart, one cannot stand for another.
-    environment["TRITON_CACHE_DIR"] = str(cached_wheels.cache_directory() / "triton-cache" / version)
-    command = [sys.executable, "-m", "pytest", str(test), "-p", "no:cacheprovider", "-q", *pytest_args]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+CODEGEN = ROOT / "test" / "kernel_codegen.py"
 
 
 def directories(versions: Sequence[str]) -> dict[str, Path | None]:
@@ -54,10 +44,32 @@ def directories(versions: Sequence[str]) -> dict[str, Path | None]:
     return {version: found.get(version) for version in versions}
 
 
+def run(
+    version: str, directory: Path | None, arguments: Sequence[str] = (), script: Path = CODEGEN
+) -> subprocess.CompletedProcess[str]:
+    """Run the code-generation script with one Triton; ``directory`` is put in front of the environment's packages."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    front = [str(directory)] if directory else []
+    environment["PYTHONPATH"] = os.pathsep.join([*front, *filter(None, [environment.get("PYTHONPATH")])])
+    # A compiled kernel of one Triton must never stand for another's.
+    environment["TRITON_CACHE_DIR"] = str(cached_wheels.cache_directory() / "triton-cache" / version)
+    return subprocess.run(
+        [sys.executable, str(script), *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0], epilog="Arguments after -- go to pytest.")
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n", 1)[0], epilog="Arguments after -- go to test/kernel_codegen.py."
+    )
     known = sorted(set(check_engine_versions.TRITON_OF_TORCH.values()))
     parser.add_argument("--triton", nargs="+", metavar="VERSION", default=known, help=f"default: {' '.join(known)}")
     options = parser.parse_args(arguments[:cut])
@@ -68,11 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     failed = []
     for version, directory in places.items():
-        print(f"triton {version}", flush=True)
-        if run(version, directory, arguments[cut + 1 :]) != 0:
+        done = run(version, directory, arguments[cut + 1 :])
+        print(done.stdout, flush=True)
+        if done.returncode != 0:
             failed.append(version)
     if failed:
-        print(f"error: code generation fails with triton {', '.join(failed)}", file=sys.stderr)
+        print(f"error: other code than expected with triton {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 

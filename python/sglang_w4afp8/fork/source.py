@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from sglang_w4afp8 import guard
 
@@ -101,7 +101,7 @@ class Source:
             at = edit.end
         return b"".join([*parts, self.data[at:]])
 
-    @cached_property
+    @functools.cached_property
     def imports(self) -> list[ast.Import | ast.ImportFrom]:
         """Import statements at the top level."""
         return [statement for statement in self.tree.body if isinstance(statement, ast.Import | ast.ImportFrom)]
@@ -116,10 +116,17 @@ def defined(statement: ast.stmt) -> set[str]:
     return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
 
 
-def used(node: ast.AST) -> set[str]:
+# A statement is asked many times while the definitions that only a removed one uses are found.
+@functools.lru_cache(maxsize=4096)
+def used(node: ast.AST) -> frozenset[str]:
     """Names that a piece of code mentions, its own locals included."""
-    names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-    return names | {name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names}
+    names: set[str] = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            names.add(child.id)
+        elif isinstance(child, ast.Global):
+            names.update(child.names)
+    return frozenset(names)
 
 
 def bound_imports(statement: ast.stmt) -> Iterator[tuple[str, tuple[str, str | None]]]:

@@ -298,14 +298,16 @@ def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> li
     record = Record(tree)
     originals, changed = _recorded_originals(tree, record)
     # First as the files are: what somebody changed since may carry the change all the same.
-    if not any(change.needed for change in plan(tree, tests, any_version)):
+    changes = [change for change in plan(tree, tests, any_version) if change.needed]
+    if not changes:
         return []
     if changed:
         raise ForkError(
             f"{', '.join(changed)}: changed since it was written, so --revert could not restore what was there before. "
             f"Delete {RECORD_FOLDER} to go on from the files as they are"
         )
-    changes = [c for c in plan(tree, tests, any_version, originals) if c.needed]
+    if originals:
+        changes = [change for change in plan(tree, tests, any_version, originals) if change.needed]
     entries: dict[str, tuple[bytes | None, bytes]] = {}
     for name in record.entries:
         path = tree.root / name

@@ -1,0 +1,121 @@
+"""Every supported engine version, from its wheel: the ledger finds its targets, the fork patcher applies and reverts."""
+
+import json
+import shutil
+import sys
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from sglang_w4afp8 import guard, plugin
+
+register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+
+KERNELS = "sglang/kernels/ops/moe/ep_moe_kernels.py"
+
+
+@pytest.fixture(scope="module")
+def reports(checker):
+    return checker.check_versions(checker.ENGINE_VERSIONS)
+
+
+def test_no_version_drifts_and_the_committed_report_is_what_was_found(checker, reports):
+    assert checker.first_drift(reports) is None
+    assert json.loads(checker.REPORT.read_text()) == checker.to_data(reports)
+
+
+def test_the_list_and_the_ledger_name_the_same_engines(checker):
+    versions = checker.ENGINE_VERSIONS
+    assert (versions[0], versions[-1]) == plugin.ENGINES
+    assert list(versions) == sorted(set(versions), key=lambda v: (guard.release(v), ".post" in v))
+    assert all(guard.version_within(version, *plugin.ENGINES) for version in versions)
+
+
+def test_what_is_known_of_the_engines(reports):
+    """Written out here, so that the checker is not compared with itself."""
+    found = {report.version: report for report in reports}
+    requant = "fp8_per_token_to_per_tensor_quant_triton"
+    old, new = "sglang.srt.layers.moe.ep_moe.kernels", "sglang.kernels.ops.moe.ep_moe_kernels"
+    assert [found[v].modules[requant] for v in ("0.5.12", "0.5.15.post1", "0.5.16", "0.5.23")] == [old, old, new, new]
+    assert [v for v in found if found[v].threads_expected_m] == ["0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"]
+    assert [v for v in found if requant in found[v].changed] == ["0.5.18", "0.5.19"]
+    tritons = [found[v].triton for v in ("0.5.12", "0.5.17", "0.5.18", "0.5.21", "0.5.22", "0.5.23")]
+    assert tritons == ["3.6.0", "3.6.0", "3.7.1", "3.7.1", "3.8.0", "3.8.0"]
+    assert [v for v in found if found[v].python != ">=3.10"] == ["0.5.22", "0.5.23"]
+
+
+def spoiled(checker, tmp_path, version, file, old, new):
+    """What the checker finds in a copy of a wheel's tree with one piece of text replaced."""
+    (wheel,) = checker.cached_wheels.engine_wheels([version]).values()
+    package = checker.unpack(wheel, tmp_path / "spoiled")
+    text = (package.parent / file).read_text()
+    assert text.count(old) == 1
+    (package.parent / file).write_text(text.replace(old, new))
+    report = checker.VersionReport(version, ">=3.11", "2.14.1", "3.8.0", "0.4.10")
+    checker.check_package(package, report)
+    return report
+
+
+def test_a_renamed_argument_is_caught_by_name(checker, reports, tmp_path):
+    report = spoiled(
+        checker,
+        tmp_path,
+        "0.5.23",
+        KERNELS,
+        "    output_scale: torch.Tensor,\n    output: torch.Tensor,\n    expected_rows",
+        "    out_scale: torch.Tensor,\n    output: torch.Tensor,\n    expected_rows",
+    )
+    message = (
+        "sglang.kernels.ops.moe.ep_moe_kernels.fp8_per_token_to_per_tensor_quant_triton: expected "
+        "(x, x_scale, masked_m, output_scale, output, expected_rows=...) or "
+        "(x, x_scale, masked_m, output_scale, output), "
+        "found (x, x_scale, masked_m, out_scale, output, expected_rows=...)"
+    )
+    assert (report.problems, report.fork_problems) == ([message], [message])
+    assert checker.first_drift([*reports[:-1], report]) == f"sglang 0.5.23 is the first that drifts: {message}"
+
+
+def test_what_only_the_fork_stumbles_over_is_named_too(checker, tmp_path):
+    file = "sglang/srt/layers/moe/token_dispatcher/deepep.py"
+    report = spoiled(
+        checker, tmp_path, "0.5.23", file, "    masked_m: torch.Tensor\n    expected_m: int\n", "    x: int\n"
+    )
+    assert report.problems == []
+    assert checker.first_drift([report]).startswith(
+        "sglang 0.5.23 is the first that drifts: in-tree patch: sglang.srt.layers.moe.token_dispatcher.deepep: "
+        "DeepEPLLDispatchOutput: expected six fields"
+    )
+
+
+def test_a_moved_module_is_named(checker, tmp_path):
+    (wheel,) = checker.cached_wheels.engine_wheels(["0.5.23"]).values()
+    package = checker.unpack(wheel, tmp_path / "moved")
+    old = package / "srt/layers/moe/ep_moe/kernels.py"
+    old.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(package.parent / KERNELS, old)
+    report = checker.VersionReport("0.5.23", ">=3.11", "2.14.1", "3.8.0", "0.4.10")
+    checker.check_package(package, report)
+    assert report.problems == [
+        f"{name}: expected it in sglang.kernels.ops.moe.ep_moe_kernels, found it in sglang.srt.layers.moe.ep_moe.kernels"
+        for name in ("fp8_per_token_to_per_tensor_quant_triton", "silu_and_mul_masked_post_per_tensor_quant_fwd")
+    ]
+
+
+def test_a_version_that_pip_does_not_know_is_named(checker, tmp_path, monkeypatch, capsys):
+    def fail(*arguments):
+        raise checker.cached_wheels.FetchError(f"pip {arguments[1]}: no matching distribution")
+
+    monkeypatch.setattr(checker.cached_wheels, "_pip", fail)
+    assert checker.main(["--versions", "0.5.99", "--cache", str(tmp_path)]) == 2
+    assert "error: pip sglang==0.5.99: no matching distribution" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith(".fetching")]
+
+
+def test_a_torch_without_a_known_triton_is_named(checker, monkeypatch):
+    monkeypatch.delitem(checker.TRITON_OF_TORCH, "2.14")
+    (report,) = checker.check_versions(["0.5.23"])
+    assert checker.first_drift([report]).endswith("torch 2.14.1: add the Triton that it brings to TRITON_OF_TORCH")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))

@@ -1,0 +1,100 @@
+"""Patched engine trees at work: their own copies of the suites pass, and the plugin leaves them alone."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from engine_process import engine_root, overlay, run_script
+from sglang_w4afp8 import __version__, plugin
+from sglang_w4afp8.fork import tree
+from sglang_w4afp8.fork.cli import main
+
+register_cpu_ci(est_time=240, suite="base-a-test-cpu")
+
+# One version of each kind: old place of the kernels, new place, legacy requant of another shape, re-tuned requant.
+VERSIONS = ("0.5.12", "0.5.17", "0.5.18", "0.5.23")
+# The whole suite once; the code under test is the same in every tree, so the others show that it works where it stands.
+WHOLE = "0.5.18"
+PART = "column-major or hot_expert or problem_sizes or clamped or untouched"
+
+# What the kernels' file takes from its engine when it is imported.
+STUBS = {
+    "sglang/__init__.py": "",
+    "sglang/kernels/__init__.py": "",
+    "sglang/srt/utils/__init__.py": "def ceil_div(a, b):\n    return -(-a // b)\n\n\n"
+    "def is_cuda():\n    return False\n\n\ndef is_musa():\n    return False\n",
+    "sglang/srt/environ.py": "envs = None\n",
+    # Whoever imports us from an engine tree fails.
+    "sglang_w4afp8/__init__.py": "raise ImportError('an engine tree needs nothing of sglang_w4afp8')\n",
+}
+
+
+def run_suite(root: Path, file: str, *arguments: str) -> int:
+    """Run one of the checkout's test files as its own runner would, and return how many tests passed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", file, "-q", "-p", "no:cacheprovider", "--rootdir", str(root), *arguments],
+        cwd=root,
+        env={**environment, "PYTHONPATH": str(root / "python"), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return int(re.search(r"(\d+) passed", done.stdout)[1])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_geometry_and_interpreter_suites_pass_in_a_patched_tree(checkout, version):
+    root = checkout(version)
+    assert main([str(root)]) == 0
+    for name, text in STUBS.items():
+        path = root / "python" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    registered = root / "test" / "registered"
+    geometry = registered / "unit/layers/moe/test_w4afp8_requant_geometry.py"
+    requant = registered / "kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py"
+    assert run_suite(root, str(geometry)) > 100
+    if version == WHOLE:
+        for path in sorted((registered / "kernels/ops/moe").glob("test_*.py")):
+            assert run_suite(root, str(path)) > 20
+    else:
+        assert run_suite(root, str(requant), "-k", PART) > 10
+
+
+def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(unpacked, tmp_path):
+    """The engine's loader over a tree whose four functions carry the in-tree patch."""
+    import sglang.version
+
+    root = unpacked(sglang.version.__version__)
+    package = root / "sglang"
+    written = {}
+    for change in tree.apply(tree.find(root), tests=False):
+        name = change.path.relative_to(package).as_posix()
+        # The installed engine's own file is what is patched.
+        assert (engine_root() / name).read_bytes() == change.before
+        written[name] = change.after.decode()
+    engine = overlay(tmp_path / "engine", written)
+    code = """
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+    load_plugins()
+    from sglang_w4afp8 import lifecycle
+    hooks = [target for target in HookRegistry._hooks if "moe" in target or "w4afp8" in target]
+    result = [sorted({status.state.value for status in lifecycle.report().patches}), hooks]
+    """
+    done = run_script(code, [engine], SGLANG_W4AFP8_STRICT="1", SGLANG_PLUGINS="w4afp8")
+    assert done.result == [["in tree"], []]
+    (line,) = done.lines("standing down for")
+    names = ", ".join(patch.name for patch in plugin.LEDGER)
+    assert line.endswith(f"standing down for {names}: already in tree, version {__version__}")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
