@@ -185,9 +185,18 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
+def joint_metadata(runs: dict[str, Any]) -> dict[str, str]:
+    """Metadata of all runs as the results files of one run have it: values that differ stand side by side."""
+    known = [run["metadata"] for run in runs.values()]
+    joint = {key: "; ".join(dict.fromkeys(str(meta[key]) for meta in known)) for key in known[0]} if known else {}
+    # The engine takes no part: its call is made on the compiled kernel itself.
+    return {**joint, "sglang": "not used"}
+
+
 def finish(document: dict[str, Any]) -> None:
-    document["rows"] = result_rows(document["runs"])
-    document["summary"] = summary(document["rows"])
+    document["meta"] = joint_metadata(document["runs"])
+    document["cells"] = result_rows(document["runs"])
+    document["summary"] = summary(document["cells"])
 
 
 def write_tables(document: dict[str, Any], directory: Path) -> list[Path]:
@@ -210,7 +219,7 @@ def draw_chart(document: dict[str, Any], path: Path, experts: int = 64) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter
 
-    rows = [r for r in document["rows"] if r["routing"] == "random" and r["speedup"]]
+    rows = [r for r in document["cells"] if r["routing"] == "random" and r["speedup"]]
     measured = {r["experts"] for r in rows}
     experts = experts if experts in measured else max(measured, default=0)
     rows = [r for r in rows if r["experts"] == experts]
@@ -262,7 +271,7 @@ def print_report(document: dict[str, Any]) -> None:
     print(
         "kernel  n    k    E   M    rows routing  engine  ours    best    floor  x     err_eng  err_ours chosen / best"
     )
-    for r in document["rows"]:
+    for r in document["cells"]:
         speedup = "  -  " if r["speedup"] is None else f"{r['speedup']:5.2f}"
         print(
             f"{r['kernel_version']:6} {r['n']:4} {r['k']:4} {r['experts']:3} {r['padded']:4} {r['rows']:4} "
@@ -335,7 +344,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         draw_chart(document, options.output.with_suffix(".png"))
     print_report(document)
     print("COMPLETE" if complete else "TIME LIMIT: run again to go on")
-    wrong = [r for r in document["rows"] if not r["ours_rel_err"] < tuning.MAX_RELATIVE_ERROR]
+    wrong = [r for r in document["cells"] if not r["ours_rel_err"] < tuning.MAX_RELATIVE_ERROR]
     if wrong:
         print(f"WRONG RESULTS in {len(wrong)} cells", file=sys.stderr)
     return 1 if wrong else 0
