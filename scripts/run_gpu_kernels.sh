@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# Everything that is measured or checked on a GPU without a server, in stages that can be run one by one and go on where they
+# stopped. Results land in the folder given; copy them to benchmark/results/<gpu>/ (tuned files to python/sglang_w4afp8/configs).
+#   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer sanitize fuzz demo
+# Environment: KERNEL_LIBRARY and KERNEL_VERSION, where sgl_kernel is not installed (its common_ops library and version);
+#              TAG, appended to the names of the results (a second toolchain, say).
+# The engine's kernels must be importable (see scripts/pack_engine_kernels.sh); absent, its columns stay empty.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+out=$(mkdir -p "$1" && cd "$1" && pwd); shift
+export PYTHONPATH=python${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+tag=${TAG:+_$TAG}
+started=$SECONDS
+status=0
+command_line() { python3 -m sglang_w4afp8.cli "$@"; }
+library=()
+if [ -n "${KERNEL_LIBRARY:-}" ]; then
+  library=(--kernel-library "$KERNEL_LIBRARY" --kernel-version "${KERNEL_VERSION:?must name the version of KERNEL_LIBRARY}")
+  export SGLANG_W4AFP8_TEST_KERNEL_LIBRARY=$KERNEL_LIBRARY
+fi
+
+stage_unit() {
+  local workers=()
+  python3 -c 'import xdist' 2>/dev/null && workers=(-n 12)
+  python3 -m pytest -q "${workers[@]}" -p no:cacheprovider test/registered/kernels/ops/moe --junitxml="$out/unit$tag.xml" | tail -15
+  python3 scripts/device_summary.py "$out/unit$tag.xml" --out "$out/kernel_unit$tag.json"
+}
+stage_tune() {
+  command_line tune streaming --out "$out" && cp "$out"/streaming_*.json python/sglang_w4afp8/configs/
+}
+stage_bench() {
+  local kind name
+  for kind in requant silu layer; do
+    name=$kind; [ "$kind" = layer ] && name=streaming
+    command_line bench "$kind" --out "$out/$name$tag.json" || return
+  done
+}
+stage_gemm() {
+  python3 benchmark/gemm_tiles.py "${library[@]}" --output "$out/gemm_tiles$tag.json" ${GEMM_ARGUMENTS:-}
+}
+stage_layer() {
+  python3 benchmark/moe_layer.py "${library[@]}" --out "$out/moe_layer$tag.json"
+}
+stage_sanitize() {
+  local tool log failed=0
+  for tool in memcheck racecheck; do
+    log=$out/sanitize_$tool$tag.log
+    compute-sanitizer --tool "$tool" --error-exitcode 3 --log-file "$log" python3 -m pytest -q -p no:cacheprovider \
+      test/registered/kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py \
+      test/registered/kernels/ops/moe/test_silu_and_mul_masked_quant.py \
+      -k "hot or tails or empty or problem_sizes or past" | tail -3 || failed=1
+    tail -2 "$log"
+  done
+  return $failed
+}
+stage_fuzz() {
+  python3 benchmark/fuzz_device.py --out "$out/fuzz$tag.json"
+}
+stage_demo() {
+  command_line demo | tee "$out/demo$tag.txt"
+}
+
+for stage in "$@"; do
+  declare -F "stage_$stage" >/dev/null || { echo "unknown stage $stage" >&2; exit 2; }
+  "stage_$stage"
+  code=$?
+  [ $code = 0 ] || status=1
+  echo "== $stage: exit status $code, $((SECONDS - started)) s since the start"
+done
+exit $status
