@@ -1,0 +1,190 @@
+"""Results of the streaming kernels as text, CSV and charts; no GPU needed.
+
+A result is ``{"meta": {...}, "cells": [...]}``: cells are flat, with the shape (``k``, ``n``), ``experts``, ``padded``,
+``rows``, ``routing`` and ``<provider>_us``, None where a provider is absent. What a cell must move follows from its shape,
+so the bytes per second of every provider do too.
+"""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_w4afp8.bench import streaming
+
+Cell = Mapping[str, Any]
+NOT_AVAILABLE = "N/A"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """How one provider's column is named and drawn."""
+
+    key: str
+    label: str
+    color: str
+    line: str = "-"
+    marker: str | None = "o"
+
+    @property
+    def column(self) -> str:
+        return f"{self.key}_us"
+
+
+PROVIDERS = (
+    Provider("ours", "tuned", "C0"),
+    Provider("legacy", "legacy-geometry", "C1", "--", "x"),
+    Provider("engine", "engine", "C3", "-", "s"),
+    Provider("copy", "copy floor", "0.4", ":", None),
+)
+
+
+def bytes_of(cell: Cell) -> int:
+    """Bytes that a cell must move: the requant's where it has ``k``, SiLU's where it has ``n``, both for a layer.
+
+    Every routing spreads the same total, ``experts * rows`` live rows.
+    """
+    total = cell["experts"] * cell["rows"]
+    moved = streaming.requant_bytes(total, cell["k"]) if cell.get("k") else 0
+    return moved + (streaming.silu_bytes(total, cell["n"]) if cell.get("n") else 0)
+
+
+def terabytes_per_second(cell: Cell, provider: Provider) -> float | None:
+    """Achieved rate over the bytes that must move, 10^12 bytes a second; None where the provider is absent."""
+    us = cell.get(provider.column)
+    return bytes_of(cell) / us * 1e-6 if us else None
+
+
+def shape_of(cell: Cell) -> str:
+    return ", ".join(f"{name.upper()} {cell[name]}" for name in ("k", "n") if cell.get(name))
+
+
+def machine_line(meta: Mapping[str, Any]) -> str:
+    """GPU, driver and versions of a run in one line; what was absent is N/A."""
+    versions = (f"{name} {meta.get(name) or NOT_AVAILABLE}" for name in ("torch", "triton", "sglang", "sglang_w4afp8"))
+    return ", ".join([str(meta.get("gpu", NOT_AVAILABLE)), f"driver {meta.get('driver', NOT_AVAILABLE)}", *versions])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the right; the first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def write_csv(path: Path, meta: Mapping[str, Any], cells: Sequence[Cell]) -> None:
+    """The cells with their rates; the machine line is the first line, after a ``#``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rates = [
+        (provider, f"{provider.key}_tb_s") for provider in PROVIDERS if any(provider.column in cell for cell in cells)
+    ]
+    columns = list(dict.fromkeys(name for cell in cells for name in cell))
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(f"# {machine_line(meta)}; {meta.get('command', '')}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*columns, *(name for _, name in rates)])
+        for cell in cells:
+            achieved = [terabytes_per_second(cell, provider) for provider, _ in rates]
+            values = [cell.get(name) for name in columns] + [rate and round(rate, 4) for rate in achieved]
+            writer.writerow([NOT_AVAILABLE if value is None else value for value in values])
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a chart's panels show: the cell's value along x, and a provider's value along y (None: absent)."""
+
+    x: str
+    x_label: str
+    y: Callable[[Cell, Provider], float | None]
+    y_label: str
+    logarithmic_y: bool = False
+
+
+MICROSECONDS = "us per launch"
+RATE_OVER_ROWS = Axis("rows", "mean live rows per expert", terabytes_per_second, "TB/s of live bytes")
+
+
+def chart(
+    path: Path,
+    title: str,
+    meta: Mapping[str, Any],
+    panels: Sequence[Sequence[tuple[str, Sequence[Cell]]]],
+    axis: Axis,
+) -> bool:
+    """Draw a grid of panels, one line per provider, with the machine line below; False without matplotlib.
+
+    Args:
+        path: the picture.
+        title: heading of the picture.
+        meta: of the run.
+        panels: rows of (panel's title, its cells).
+        axis: what x and y are.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    height, width = len(panels), max(len(row) for row in panels)
+    figure, axes = plt.subplots(
+        height, width, figsize=(1.2 + 3.4 * width, 1.3 + 2.7 * height), sharey=not axis.logarithmic_y, squeeze=False
+    )
+    drawn: dict[str, Any] = {}
+    for line, row in enumerate(panels):
+        for column in range(width):
+            if column >= len(row):
+                axes[line][column].set_visible(False)
+                continue
+            panel, (name, cells) = axes[line][column], row[column]
+            ordered = sorted(cells, key=lambda cell: cell[axis.x])
+            for provider in PROVIDERS:
+                points = [(cell[axis.x], axis.y(cell, provider)) for cell in ordered]
+                points = [(x, y) for x, y in points if y is not None]
+                if points:
+                    drawn[provider.label] = panel.plot(
+                        *zip(*points, strict=True),
+                        provider.line,
+                        color=provider.color,
+                        marker=provider.marker,
+                        markersize=4,
+                        label=provider.label,
+                    )[0]
+            ticks = sorted({cell[axis.x] for cell in ordered})
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(ticks, [str(tick) for tick in ticks])
+            panel.set_xticks([], minor=True)
+            if axis.logarithmic_y:
+                panel.set_yscale("log")
+                # Few powers of ten and short ones: enough ticks, none upon another.
+                panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+                panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                panel.yaxis.set_minor_locator(NullLocator())
+            panel.set_title(name, fontsize=9)
+            panel.tick_params(labelsize=8)
+            panel.grid(True, which="both", alpha=0.25)
+            if line == height - 1:
+                panel.set_xlabel(axis.x_label, fontsize=8)
+            if column == 0:
+                panel.set_ylabel(axis.y_label, fontsize=8)
+    if not axis.logarithmic_y:
+        # Shared by all panels, so only now, when all of them hold their lines.
+        axes[0][0].set_ylim(bottom=0)
+    figure.suptitle(title)
+    if drawn:
+        figure.legend(drawn.values(), drawn.keys(), loc="upper right", ncols=len(drawn), fontsize=8)
+    figure.text(0.01, 0.006, machine_line(meta), fontsize=7, color="0.35")
+    figure.tight_layout(rect=(0, 0.025, 1, 0.975))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True
