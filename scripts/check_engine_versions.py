@@ -151,7 +151,7 @@ def check_fork(package: Path) -> list[str]:
         unseen = [
             target.attribute
             for target in targets()
-            if guard.check_target(target, [package], engine.version).in_tree is None
+            if target.in_tree and guard.check_target(target, [package], engine.version).in_tree is None
         ]
         if unseen:
             problems.append(f"the plugin does not see the in-tree patch of {', '.join(unseen)}")

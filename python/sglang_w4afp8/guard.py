@@ -218,7 +218,7 @@ def check_target(target: Target, roots: Sequence[str | Path], version: str | Non
         except (OSError, SyntaxError, ValueError) as error:
             return TargetCheck(home.module, f"{home.module}: cannot be read ({error})")
         in_tree = in_tree_version(tree)
-        if in_tree is not None:
+        if in_tree is not None and target.in_tree:
             return TargetCheck(home.module, in_tree=in_tree)
         return TargetCheck(home.module, _check_function(tree, home.module, target))
     expected = " or ".join(home.module for home in homes)

@@ -47,12 +47,14 @@ class Target:
         homes: where it lives, newest first.
         signatures: the argument lists it is known with; default values do not matter, their presence does.
         replacement: ``module:function`` of ours, which accepts every call that the signatures allow.
+        in_tree: whether ``sglang-w4afp8 fork`` writes it into an engine's own tree; ours then stands down where it did.
     """
 
     attribute: str
     homes: tuple[Home, ...]
     signatures: tuple[str, ...]
     replacement: str
+    in_tree: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ LEDGER: tuple[Patch, ...] = (
                     "x, x_scale, masked_m, output_scale, output",  # 0.5.12 - 0.5.18
                 ),
                 replacement=f"{_OUR_KERNELS}:fp8_per_token_to_per_tensor_quant_triton",
+                in_tree=True,
             ),
         ),
         what="Replaces the kernel that turns DeepEP's per-group fp8 payload into per-tensor fp8.",
@@ -118,6 +121,7 @@ LEDGER: tuple[Patch, ...] = (
                 homes=(Home("sglang.srt.layers.quantization.w4afp8", *ENGINES),),
                 signatures=("self, layer, dispatch_output",),
                 replacement="sglang_w4afp8.srt.layers.quantization.w4afp8:apply_deepep_ll",
+                in_tree=True,
             ),
             Target(
                 attribute="cutlass_w4a8_moe_deepep_ll",
@@ -127,6 +131,7 @@ LEDGER: tuple[Patch, ...] = (
                     _CHAIN_ARGUMENTS,  # 0.5.12 - 0.5.18
                 ),
                 replacement="sglang_w4afp8.srt.layers.moe.cutlass_w4a8_moe:cutlass_w4a8_moe_deepep_ll",
+                in_tree=True,
             ),
         ),
         what="Replaces the low-latency chain and its caller, so that the dispatcher's row estimate reaches every step.",
@@ -142,6 +147,7 @@ LEDGER: tuple[Patch, ...] = (
                 homes=_TRITON_KERNELS,
                 signatures=("input, output, masked_m, scale",),
                 replacement=f"{_OUR_KERNELS}:silu_and_mul_masked_post_per_tensor_quant_fwd",
+                in_tree=True,
             ),
         ),
         what="Replaces the masked SiLU-and-multiply kernel that quantises the second GEMM's input.",

