@@ -128,6 +128,19 @@ def table_geometries(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> Iterat
                         yield Geometry(kernel, width, experts, launch, problem_sizes=kernel == REQUANT)
 
 
+def unusual_geometries() -> Iterator[Geometry]:
+    """Calls whose integers Triton turns into constants (1), or at the ends of what is allowed: they must compile at all."""
+    for problem_sizes in (False, True):
+        yield Geometry(REQUANT, 7168, 64, MaskedRowsLaunch(16, 4, 1), problem_sizes)
+        yield Geometry(REQUANT, 7168, 1, MaskedRowsLaunch(16, 4, 1, speculative_rows=1), problem_sizes)
+        yield Geometry(REQUANT, 128, 3, MaskedRowsLaunch(1, 1, 1, 8, num_warps=8), problem_sizes)
+        yield Geometry(REQUANT, 7168, 2047, MaskedRowsLaunch(16, 4, 1), problem_sizes)
+    yield Geometry(SILU, 2048, 1, MaskedRowsLaunch(1024, 4, 1, speculative_rows=1))
+    yield Geometry(SILU, 1, 1, MaskedRowsLaunch(1, 1, 1, num_warps=1, speculative_rows=1))
+    yield Geometry(SILU, 77, 3, MaskedRowsLaunch(64, 1, 1, 16, speculative_rows=5))
+    yield Geometry(SILU, 2048, 2047, MaskedRowsLaunch(1024, 4, 2))
+
+
 def distinct(geometries: Iterable[Geometry]) -> list[Geometry]:
     """One geometry for each kernel that would be compiled."""
     found: dict[tuple[Any, ...], Geometry] = {}
@@ -339,7 +352,7 @@ def examine(
 
 # The addressing of the legacy kernel: a scale is loaded for every element of its group.
 _ELEMENT_WISE_SCALES = (
-    (r"(\n    scale_ptrs = )(.*)\n", r"\1(\2)[:, :, None] + tl.zeros_like(offsets)\n"),
+    (r"(\n +scale_ptrs = )(.*)\n", r"\1(\2)[:, :, None] + tl.zeros_like(offsets)\n"),
     (r"mask=scale_mask", "mask=load_mask"),
     (r"mask=g_mask\[None, :\]", "mask=g_mask[None, :, None]"),
     (r"scale\.to\(tl\.float32\)\[:, :, None\]", "scale.to(tl.float32)"),
@@ -387,18 +400,31 @@ def production(target_name: str) -> list[Geometry]:
     return distinct([*rule_geometries(TARGETS[target_name].warp_size), *table_geometries()])
 
 
+def compile_unusual(target_name: str) -> list[Finding]:
+    """Compile the unusual calls; one that does not compile raises. Nothing is said of their accesses."""
+    target = TARGETS[target_name]
+    found = []
+    for geometry in unusual_geometries():
+        seen = accesses(compile_geometry(geometry, target), target.backend)
+        found.append(Finding(target_name, str(geometry), dict(seen.loads), dict(seen.stores), []))
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument(
         "--broken", choices=BROKEN, help="compile with this fault instead; exit 0 when it is caught everywhere"
     )
+    parser.add_argument("--unusual", action="store_true", help="compile calls at the ends of what is allowed instead")
     parser.add_argument("--scratch", type=Path, default=Path("."), help="folder of the broken copy")
     parser.add_argument("--json", type=Path, help="write the findings here")
     options = parser.parse_args(argv)
     findings: list[Finding] = []
     for name in options.target or TARGETS:
-        if options.broken:
+        if options.unusual:
+            findings += compile_unusual(name)
+        elif options.broken:
             findings += broken(options.broken, options.scratch, name)
         else:
             findings += examine(production(name), name)

@@ -17,7 +17,7 @@ import kernel_codegen
 from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
-register_cpu_ci(est_time=90, suite="base-a-test-cpu")
+register_cpu_ci(est_time=110, suite="base-a-test-cpu")
 
 SCRIPT = Path(kernel_codegen.__file__)
 
@@ -65,6 +65,14 @@ def test_narrow_accesses_are_caught(target, kind, tmp_path):
     for finding in findings:
         assert any("payload loads are of" in fault or "less than a word" in fault for fault in finding["faults"])
         assert any("stores" in fault for fault in finding["faults"]) or target.startswith("hip")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_calls_at_the_ends_of_what_is_allowed_compile(target, tmp_path):
+    # One expert, a cap of one row, one column: integers that are 1 are constants to the compiler, not to the interpreter.
+    findings, status = run(tmp_path, "--target", target, "--unusual")
+    assert status == 0
+    assert len(findings) == len(list(kernel_codegen.unusual_geometries()))
 
 
 def test_ptx_is_counted_by_bytes_a_lane():
