@@ -27,12 +27,13 @@ _REFERENCE_MODULE = f"{_KERNELS_PACKAGE}.reference"
 # What an engine's test environment has for certain.
 _AVAILABLE = {*sys.stdlib_module_names, "pytest", "sglang", "sglang_w4afp8", "torch", "triton"}
 
-# (marker, our lane) -> the engine's lanes, newest first. 0.5.12 still has the last ones.
+# (marker, our lane) -> the engine's lanes, newest first; 0.5.12 has the last ones. There is no CPU lane for kernels.
 _LANES = {
     ("register_cpu_ci", "base-a-test-cpu"): ("base-a-test-cpu", "stage-a-test-cpu"),
     ("register_cpu_ci", "base-b-kernel-unit"): ("base-a-test-cpu", "stage-a-test-cpu"),
     ("register_cuda_ci", "base-b-kernel-unit"): (
         "base-b-kernel-unit-test-1-gpu-large",
+        "base-b-kernel-unit-1-gpu-large",
         "stage-b-kernel-unit-1-gpu-large",
     ),
 }
