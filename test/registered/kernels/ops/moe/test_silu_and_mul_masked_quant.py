@@ -21,6 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 from sglang_w4afp8.bench.streaming import engine_function
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import (
+    _MAX_NARROW_ELEMENTS,
     MaskedRowsLaunch,
     silu_and_mul_masked_post_per_tensor_quant_fwd,
 )
@@ -244,6 +245,27 @@ def test_addresses_past_two_to_the_thirty_one_elements(launch):
     assert torch.equal(bytes_seen, expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("padded", [255, 261], ids=["32-bit offsets", "64-bit offsets"])
+def test_the_last_row_on_either_side_of_the_offsets_width(padded):
+    num_experts, inner_dim = 2000, 2048
+    gate_up = huge((num_experts, padded, 2 * inner_dim), torch.bfloat16)
+    output = huge((num_experts, padded, inner_dim), torch.float8_e4m3fn)
+    assert (gate_up.numel() > _MAX_NARROW_ELEMENTS) == (padded == 261)
+    assert abs(gate_up.numel() / 2**31 - 1) < 0.03
+    last, _, scale = exact_inputs(1, padded, inner_dim, [padded])
+    gate_up[-1:] = last
+    masked_m = torch.zeros(num_experts, dtype=torch.int32, device=DEVICE)
+    masked_m[-1] = padded
+    expected = poisoned(last)
+    silu_and_mul_masked_post_per_tensor_quant_reference(last, expected, masked_m[-1:], scale)
+    # All rows by their own expert, then all but 16 of them by the shared slices.
+    for row_cap in (padded, 16):
+        output[-1:] = poisoned(last)
+        launch = MaskedRowsLaunch(2048, 1, row_cap, 16)
+        silu_and_mul_masked_post_per_tensor_quant_fwd(gate_up, output, masked_m, scale, launch=launch)
+        assert_same_bytes(output[-1:], expected)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="one expert's block is 2^32 bytes: 43 GB of device memory")
 def test_the_engine_wraps_past_two_to_the_thirty_two_elements():
     # Strides of 2^32 (output) and 2^33 (input) are 0 in int32: the engine takes expert 1 for expert 0.
@@ -326,6 +348,18 @@ def test_random_inputs_give_the_engines_bytes(dtype, inner_dim):
     for expected_rows, launch in ((3, None), (None, None), (1, MaskedRowsLaunch(128, 2, 2, 4, speculative_rows=5))):
         inputs = random_inputs(3, 9, inner_dim, [9, 0, 4], dtype, seed=inner_dim)
         check_against_engine(*inputs, expected_rows=expected_rows, launch=launch)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's cast to fp8 makes 384 of NaN")
+def test_nan_of_a_live_row_stays_where_it_is():
+    # A broken activation must show downstream, not turn into a number; the engine's clamp makes -448 or 448 of it.
+    gate_up, masked_m, scale = exact_inputs(2, 4, 48, [4, 2])
+    gate_up[0, 1, 5], gate_up[0, 2, 48 + 7], gate_up[1, 0, 0] = float("nan"), float("nan"), float("nan")
+    for launch in (None, MaskedRowsLaunch(32, 1, 1, 2, speculative_rows=4)):
+        output = check(gate_up, masked_m, scale, expected_rows=2, launch=launch)
+        live = live_mask(masked_m, 4)
+        found = (output.float().isnan() & live[:, :, None]).nonzero().tolist()
+        assert found == [[0, 1, 5], [0, 2, 7], [1, 0, 0]]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="serving sizes take minutes under the interpreter")
