@@ -1,0 +1,403 @@
+"""Masked W4A8 grouped GEMMs in Triton that take DeepEP's payload as it is: a layer in two launches.
+
+The activation's scale groups and the weight's are both 128 wide, so ``acc += dot(w_g, x_g) * w_scale_g * x_scale_g`` needs no
+requant before it and no second rounding of the activation. The first GEMM computes a block of gate rows and the up rows that
+belong to it side by side, so SiLU, product and quantisation happen in its epilogue and the bf16 intermediate never reaches
+memory.
+
+Weights are regrouped in place when they have been loaded (:func:`regroup_weights`, undone by :func:`restore_weights`):
+
+* tiles ``[E, N / block_n, K / 128, block_n, 64]`` bytes, so that a tile is one contiguous piece of memory for the bulk copy
+  engine; for the first GEMM a block of gate rows is followed by its up rows;
+* inside the 64 bytes of one row and group, nibbles are placed so that unpacking yields the first and the second 64 values
+  of the group, each in natural order: both halves then meet the activation as DeepEP wrote it. With ``words`` the four low
+  nibbles of a 32-bit word stand in its low half, which is what a byte look-up takes as its selector.
+
+Not measured yet and not on any serving path: this file holds the kernels, their layouts and their references.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+GROUP_SIZE = 128
+_HALF = GROUP_SIZE // 2
+
+# Eight nibbles of a word to two words of four e4m3 codes each. `prmt` picks bytes by nibbles: three bits of a value choose
+# among eight magnitudes, once for values 0..7 and once for -8..-1, and its sign bit then chooses between the two.
+_UNPACK_WORD = tl.constexpr("""
+{
+    .reg .b32 index, sign, index_high, sign_high, positive, negative;
+    and.b32 index, $2, 0x77777777;
+    shr.u32 sign, $2, 1;
+    and.b32 sign, sign, 0x44444444;
+    or.b32 sign, sign, 0x32103210;
+    shr.u32 index_high, index, 16;
+    shr.u32 sign_high, sign, 16;
+    prmt.b32 positive, 0x44403800, 0x4E4C4A48, index;
+    prmt.b32 negative, 0xCACCCED0, 0xB8C0C4C8, index;
+    prmt.b32 $0, positive, negative, sign;
+    prmt.b32 positive, 0x44403800, 0x4E4C4A48, index_high;
+    prmt.b32 negative, 0xCACCCED0, 0xB8C0C4C8, index_high;
+    prmt.b32 $1, positive, negative, sign_high;
+}
+""")
+
+
+@dataclass(frozen=True)
+class GroupedGemmLaunch:
+    """How one grouped GEMM is launched; ``block_n`` is part of the weights' layout, the others are hints.
+
+    Attributes:
+        block_n: output columns of one program (gate columns in the first GEMM); a power of two that divides N.
+        block_m: rows of one step over an expert's rows; a power of two, 16 or more.
+        groups_per_step: scale groups of one iteration of the main loop; divides K / 128.
+        num_warps: warps of one program.
+        num_stages: iterations whose loads are in flight.
+    """
+
+    block_n: int = 64
+    block_m: int = 16
+    groups_per_step: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+
+
+def _nibble_order(words: bool) -> torch.Tensor:
+    """Int64 ``[128]``: which of a group's values stands in each nibble, low nibble of the first byte first."""
+    values = torch.arange(GROUP_SIZE)
+    if not words:
+        return torch.stack((values[:_HALF], values[_HALF:]), dim=1).flatten()
+    # A word holds values 4w..4w+3 in its low half and 64+4w..64+4w+3 in its high half.
+    quads = values.view(2, _HALF // 4, 4)
+    return torch.stack((quads[0], quads[1]), dim=1).flatten()
+
+
+def _permute_nibbles(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., 64]`` with their nibbles (low first) taken in ``order``."""
+    codes = packed.view(torch.uint8)
+    nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[..., order.to(packed.device)]
+    return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).view(torch.int8)
+
+
+def _check_weights(w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, gate_up: bool) -> tuple[int, int, int]:
+    if w_q.dtype != torch.int8:
+        raise TypeError(f"w_q: dtype is {w_q.dtype}, must be torch.int8 (two int4 values a byte)")
+    if w_q.dim() != 3 or not w_q.is_contiguous():
+        raise ValueError(f"w_q: shape is {list(w_q.shape)}, must be contiguous [E, N, K / 2]")
+    num_experts, n, half_k = w_q.shape
+    columns = n // 2 if gate_up else n
+    if columns % block_n:
+        raise ValueError(
+            f"w_q: has {columns} output columns{' a half' if gate_up else ''}, must be a multiple of {block_n}"
+        )
+    if half_k % _HALF:
+        raise ValueError(f"w_q: packs {2 * half_k} input columns, must be a multiple of {GROUP_SIZE}")
+    groups = half_k // _HALF
+    if w_scale.numel() != num_experts * n * groups or not w_scale.is_contiguous():
+        raise ValueError(f"w_scale: shape is {list(w_scale.shape)}, must hold one contiguous scale a group of w_q")
+    return num_experts, n, groups
+
+
+def _interleave(groups: int) -> int:
+    # The engine interleaves the scales of four groups where their number allows it.
+    return 4 if groups % 4 == 0 else 1
+
+
+def regroup_weights(
+    w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool, words: bool = True
+) -> None:
+    """Bring loaded weights and scales into this file's layouts, in place, one expert's copy at a time.
+
+    Args:
+        w_q: int8 ``[E, N, K / 2]``, two int4 values a byte, low nibble first; with ``gate_up`` the first half of N is gate.
+        w_scale: the engine's scales ``[E, K / 512, N * 4]`` (or ``[E, K / 128, N]``); becomes ``[E, K / 128, N]`` in memory.
+        block_n: rows of a tile.
+        gate_up: whether the rows are gate and up rows of the first GEMM.
+        words: nibbles for the word look-up (NVIDIA); otherwise for shifts.
+
+    Raises:
+        TypeError, ValueError: the message begins with the argument's name; nothing has been changed then.
+    """
+    num_experts, n, groups = _check_weights(w_q, w_scale, block_n, gate_up)
+    parts = 2 if gate_up else 1
+    order = _nibble_order(words)
+    width = _interleave(groups)
+    for expert in range(num_experts):
+        tiles = w_q[expert].view(parts, n // parts // block_n, block_n, groups, _HALF).permute(1, 3, 0, 2, 4)
+        w_q[expert].copy_(_permute_nibbles(tiles, order).reshape(n, -1))
+        scales = w_scale[expert].reshape(groups // width, n, width).transpose(1, 2)
+        w_scale[expert].copy_(scales.reshape(w_scale[expert].shape))
+
+
+def restore_weights(
+    w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool, words: bool = True
+) -> None:
+    """Undo :func:`regroup_weights`, byte for byte; arguments as there."""
+    num_experts, n, groups = _check_weights(w_q, w_scale, block_n, gate_up)
+    parts = 2 if gate_up else 1
+    order = _nibble_order(words).argsort()
+    width = _interleave(groups)
+    for expert in range(num_experts):
+        tiles = w_q[expert].view(n // parts // block_n, groups, parts, block_n, _HALF)
+        w_q[expert].copy_(_permute_nibbles(tiles, order).permute(2, 0, 3, 1, 4).reshape(n, -1))
+        scales = w_scale[expert].reshape(groups // width, width, n).transpose(1, 2)
+        w_scale[expert].copy_(scales.reshape(w_scale[expert].shape))
+
+
+@triton.jit
+def _unpack(packed, WORDS: tl.constexpr):
+    """Packed bytes [N, 64] of one group as two e4m3 tiles [N, 64]: its first and its second 64 values."""
+    if WORDS:
+        low, high = tl.inline_asm_elementwise(
+            _UNPACK_WORD, "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+        )
+        return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+    low = ((packed & 0xF) ^ 8) - 8
+    high = (((packed >> 4) & 0xF) ^ 8) - 8
+    return low.to(tl.float32).to(tl.float8e4nv), high.to(tl.float32).to(tl.float8e4nv)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weights,
+    weight_scale_ptr,
+    masked_m_ptr,
+    output_scale_ptr,
+    output_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    X_SCALE_STRIDE0: tl.constexpr,
+    X_SCALE_STRIDE1: tl.constexpr,
+    X_SCALE_STRIDE2: tl.constexpr,
+    FP8_MAX: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS_PER_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Grid (N / BLOCK_N, experts): fp8(silu(gate) * up / output_scale) of an expert's live rows.
+
+    x [E, M, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N, K / 128, 2, BLOCK_N, 64]; weight scales
+    [E, K / 128, 2 N]; output [E, M, N] fp8.
+    """
+    pid_n = tl.program_id(0)
+    expert = tl.program_id(1).to(tl.int64)
+    GROUPS: tl.constexpr = K // 128
+    TILES: tl.constexpr = N // BLOCK_N
+    live_rows = tl.minimum(tl.maximum(tl.load(masked_m_ptr + expert), 0), M)
+    if live_rows == 0:
+        return
+    first_tile = (((expert * TILES + pid_n) * GROUPS) * (2 * BLOCK_N)).to(tl.int32)
+    columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate_scales = weight_scale_ptr + expert * (GROUPS * 2 * N) + columns
+    inner = tl.arange(0, 64)
+    for first_row in range(0, live_rows, BLOCK_M):
+        rows = first_row + tl.arange(0, BLOCK_M)
+        live = rows < live_rows
+        x_ptrs = x_ptr + (expert * M + rows)[None, :] * K + inner[:, None]
+        x_scale_ptrs = x_scale_ptr + expert * X_SCALE_STRIDE0 + rows.to(tl.int64) * X_SCALE_STRIDE1
+        gate = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        # The weight's scales are too narrow for the asynchronous copies that carry the rest, so they are loaded a group
+        # ahead by hand.
+        gate_scale = tl.load(gate_scales)
+        up_scale = tl.load(gate_scales + N)
+        for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
+            for offset in tl.static_range(GROUPS_PER_STEP):
+                group = step + offset
+                x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
+                x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
+                x_scale = tl.load(x_scale_ptrs + group * X_SCALE_STRIDE2, mask=live, other=0.0)
+                following = tl.minimum(group + 1, GROUPS - 1) * (2 * N)
+                next_gate_scale = tl.load(gate_scales + following)
+                next_up_scale = tl.load(gate_scales + (following + N))
+                low, high = _unpack(weights.load([first_tile + group * (2 * BLOCK_N), 0]), WORDS)
+                products = tl.dot(high, x_high, tl.dot(low, x_low))
+                gate += products * (gate_scale.to(tl.float32)[:, None] * x_scale[None, :])
+                low, high = _unpack(weights.load([first_tile + (group * (2 * BLOCK_N) + BLOCK_N), 0]), WORDS)
+                products = tl.dot(high, x_high, tl.dot(low, x_low))
+                up += products * (up_scale.to(tl.float32)[:, None] * x_scale[None, :])
+                gate_scale = next_gate_scale
+                up_scale = next_up_scale
+        scaled = (gate / (1 + tl.exp(-gate))) * up * (1.0 / tl.load(output_scale_ptr))
+        quantized = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], quantized, mask=live[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weights,
+    weight_scale_ptr,
+    masked_m_ptr,
+    output_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS_PER_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Grid (N / BLOCK_N, experts): bf16 products of an expert's live rows with one activation scale for all.
+
+    x [E, M, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N, K / 128, BLOCK_N, 64]; weight scales [E, K / 128, N];
+    output [E, M, N].
+    """
+    pid_n = tl.program_id(0)
+    expert = tl.program_id(1).to(tl.int64)
+    GROUPS: tl.constexpr = K // 128
+    TILES: tl.constexpr = N // BLOCK_N
+    live_rows = tl.minimum(tl.maximum(tl.load(masked_m_ptr + expert), 0), M)
+    if live_rows == 0:
+        return
+    first_tile = (((expert * TILES + pid_n) * GROUPS) * BLOCK_N).to(tl.int32)
+    columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
+    inner = tl.arange(0, 64)
+    for first_row in range(0, live_rows, BLOCK_M):
+        rows = first_row + tl.arange(0, BLOCK_M)
+        live = rows < live_rows
+        x_ptrs = x_ptr + (expert * M + rows)[None, :] * K + inner[:, None]
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        scale = tl.load(scale_ptrs)
+        for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
+            for offset in tl.static_range(GROUPS_PER_STEP):
+                group = step + offset
+                x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
+                x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
+                next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
+                low, high = _unpack(weights.load([first_tile + group * BLOCK_N, 0]), WORDS)
+                total += tl.dot(high, x_high, tl.dot(low, x_low)) * scale.to(tl.float32)[:, None]
+                scale = next_scale
+        result = (total * tl.load(x_scale_ptr)).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], result, mask=live[None, :])
+
+
+def _tile_descriptor(w_q: torch.Tensor, block_n: int) -> TensorDescriptor:
+    """Regrouped weights as rows of 64 bytes, one tile of ``block_n`` of them a load. Made on the host: no scratch memory."""
+    return TensorDescriptor(w_q, [w_q.numel() // _HALF, _HALF], [_HALF, 1], [block_n, _HALF])
+
+
+def _check_rows(x: torch.Tensor, output: torch.Tensor, masked_m: torch.Tensor, k: int, n: int) -> None:
+    if x.dim() != 3 or x.size(2) != k or not x.is_contiguous():
+        raise ValueError(f"x: shape is {list(x.shape)}, must be contiguous [E, M, {k}]")
+    if x.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"x: dtype is {x.dtype}, must be torch.float8_e4m3fn")
+    if tuple(output.shape) != (x.size(0), x.size(1), n) or not output.is_contiguous():
+        raise ValueError(f"output: shape is {list(output.shape)}, must be contiguous {[x.size(0), x.size(1), n]}")
+    if masked_m.dtype != torch.int32:
+        raise TypeError(f"masked_m: dtype is {masked_m.dtype}, must be torch.int32")
+    if tuple(masked_m.shape) != (x.size(0),):
+        raise ValueError(f"masked_m: shape is {list(masked_m.shape)}, must be [{x.size(0)}]")
+
+
+def w4a8_gate_up(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_q: torch.Tensor,
+    w_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    output_scale: torch.Tensor,
+    output: torch.Tensor,
+    launch: GroupedGemmLaunch,
+    *,
+    words: bool = True,
+) -> None:
+    """``output = fp8(silu(x @ gate) * (x @ up) / output_scale)`` over live rows, from regrouped weights.
+
+    Args:
+        x: fp8 e4m3 ``[E, M, K]``; x_scale: float32 ``[E, M, K / 128]``, any strides: DeepEP's payload.
+        w_q, w_scale: regrouped with ``gate_up=True`` and this launch's ``block_n``; shapes as they were, ``[E, 2N, K / 2]``.
+        masked_m: int32 ``[E]``, live rows per expert.
+        output_scale: float32, one element: the static scale of the second GEMM's input.
+        output: fp8 e4m3 ``[E, M, N]``, written in place.
+        launch: tile and pipeline; only ``block_n`` must be that of the weights.
+        words: how the weights were regrouped.
+
+    Raises:
+        TypeError, ValueError: the message begins with the argument's name.
+    """
+    num_experts, rows, groups = _check_weights(w_q, w_scale, launch.block_n, True)
+    n, k = rows // 2, groups * GROUP_SIZE
+    _check_rows(x, output, masked_m, k, n)
+    if tuple(x_scale.shape) != (num_experts, x.size(1), groups):
+        raise ValueError(f"x_scale: shape is {list(x_scale.shape)}, must be {[num_experts, x.size(1), groups]}")
+    if x_scale.dtype != torch.float32:
+        raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32")
+    _gate_up_kernel[(n // launch.block_n, num_experts)](
+        x,
+        x_scale,
+        _tile_descriptor(w_q, launch.block_n),
+        w_scale,
+        masked_m,
+        output_scale,
+        output,
+        M=x.size(1),
+        N=n,
+        K=k,
+        X_SCALE_STRIDE0=x_scale.stride(0),
+        X_SCALE_STRIDE1=x_scale.stride(1),
+        X_SCALE_STRIDE2=x_scale.stride(2),
+        FP8_MAX=torch.finfo(output.dtype).max,
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        GROUPS_PER_STEP=launch.groups_per_step,
+        STAGES=launch.num_stages,
+        WORDS=words,
+        num_warps=launch.num_warps,
+    )
+
+
+def w4a8_down(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_q: torch.Tensor,
+    w_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    output: torch.Tensor,
+    launch: GroupedGemmLaunch,
+    *,
+    words: bool = True,
+) -> None:
+    """``output = x_scale * (x @ w)`` over live rows, bf16, from regrouped weights.
+
+    Args:
+        x: fp8 e4m3 ``[E, M, K]`` with the one scale ``x_scale`` (float32, one element).
+        w_q, w_scale: regrouped with ``gate_up=False`` and this launch's ``block_n``; shapes as they were, ``[E, N, K / 2]``.
+        masked_m: int32 ``[E]``, live rows per expert.
+        output: bfloat16 (or float32) ``[E, M, N]``, written in place.
+        launch, words: as in :func:`w4a8_gate_up`.
+
+    Raises:
+        TypeError, ValueError: the message begins with the argument's name.
+    """
+    num_experts, n, groups = _check_weights(w_q, w_scale, launch.block_n, False)
+    _check_rows(x, output, masked_m, groups * GROUP_SIZE, n)
+    _down_kernel[(n // launch.block_n, num_experts)](
+        x,
+        x_scale,
+        _tile_descriptor(w_q, launch.block_n),
+        w_scale,
+        masked_m,
+        output,
+        M=x.size(1),
+        N=n,
+        K=groups * GROUP_SIZE,
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        GROUPS_PER_STEP=launch.groups_per_step,
+        STAGES=launch.num_stages,
+        WORDS=words,
+        num_warps=launch.num_warps,
+    )
