@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is measured or checked on a GPU without a server, in stages that can be run one by one and go on where they
 # stopped. Results land in the folder given; copy them to benchmark/results/<gpu>/ (tuned files to python/sglang_w4afp8/configs).
-#   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer sanitize fuzz demo
+#   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer two sanitize fuzz demo
 # Environment: KERNEL_LIBRARY and KERNEL_VERSION, where sgl_kernel is not installed (its common_ops library and version);
 #              TAG, appended to the names of the results (a second toolchain, say).
 # The engine's kernels must be importable (see scripts/pack_engine_kernels.sh); absent, its columns stay empty.
@@ -40,6 +40,9 @@ stage_gemm() {
 }
 stage_layer() {
   python3 benchmark/moe_layer.py "${library[@]}" --out "$out/moe_layer$tag.json"
+}
+stage_two() {
+  python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json" ${TWO_ARGUMENTS:-}
 }
 stage_sanitize() {
   local tool log failed=0
