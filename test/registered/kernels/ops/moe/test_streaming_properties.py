@@ -5,7 +5,9 @@ untouched. Sizes are small, because the interpreter runs one program after the o
 """
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ if not torch.cuda.is_available():
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
+import sglang_w4afp8
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import (
     MaskedRowsLaunch,
     fp8_per_token_to_per_tensor_quant_triton,
@@ -31,7 +34,7 @@ from sglang_w4afp8.kernels.ops.moe.reference import (
 )
 
 register_cuda_ci(est_time=60, suite="base-b-kernel-unit")
-register_cpu_ci(est_time=45, suite="base-b-kernel-unit")
+register_cpu_ci(est_time=60, suite="base-b-kernel-unit")
 
 # Overflow is meant (a far negative gate); under the interpreter it is numpy's to warn of.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
@@ -159,6 +162,59 @@ def test_silu(rows, inner_dim, launch, expected_rows, dtype, per_expert, seed):
     assert (output.view(torch.uint8)[~live] == SENTINEL).all()
     assert not output.float()[live].isnan().any()
     assert all(same_bytes(now, then) for now, then in zip((gate_up, masked_m, scale), before, strict=True))
+
+
+# Run in a process of its own: a load that leaves the buffer ends it.
+_GUARDED = """
+import ctypes, mmap, sys
+import torch
+from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
+
+PAGE = mmap.PAGESIZE
+libc = ctypes.CDLL(None, use_errno=True)
+kept = []
+
+
+def at_the_end_of_memory(tensor):
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-size // PAGE) * PAGE
+    region = mmap.mmap(-1, pages + PAGE)
+    kept.append(region)
+    first = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    assert libc.mprotect(ctypes.c_void_p(first + pages), PAGE, 0) == 0
+    placed = torch.frombuffer(region, dtype=tensor.dtype, count=tensor.numel(), offset=pages - size).view(tensor.shape)
+    return placed.copy_(tensor)
+
+
+for padded, row_block, col_block in ((1, 8, 1), (5, 4, 2), (5, 16, 8), (3, 2, 1)):
+    for speculative_rows in (0, 1, 99):
+        for m_grid, row_cap in ((1, 1), (4, 3), (2, 99)):
+            launch = kernels.MaskedRowsLaunch(col_block, m_grid, row_cap, row_block, 1, 2, speculative_rows)
+            masked_m = at_the_end_of_memory(torch.tensor([1, padded], dtype=torch.int32))
+            x = at_the_end_of_memory(torch.ones(2, padded, 384).to(torch.float8_e4m3fn))
+            x_scale = at_the_end_of_memory(torch.ones(2, 3, padded)).transpose(1, 2)
+            one = at_the_end_of_memory(torch.ones(1))
+            output = at_the_end_of_memory(torch.zeros_like(x))
+            kernels.fp8_per_token_to_per_tensor_quant_triton(x, x_scale, masked_m, one, output, launch=launch)
+            assert output[1].float().unique().tolist() == [1.0]
+            gate_up = at_the_end_of_memory(torch.full((2, padded, 14), 32.0, dtype=torch.bfloat16))
+            output = at_the_end_of_memory(torch.zeros(2, padded, 7).to(torch.float8_e4m3fn))
+            scales = at_the_end_of_memory(torch.full((2,), 1024.0))
+            kernels.silu_and_mul_masked_post_per_tensor_quant_fwd(gate_up, output, masked_m, scales, launch=launch)
+            assert output[1].float().unique().tolist() == [1.0]
+print("stayed inside")
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or DEVICE == "cuda", reason="guards pages of the CPU's memory")
+def test_no_access_leaves_the_buffers():
+    package = Path(sglang_w4afp8.__file__).parents[1]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(package)}
+    done = subprocess.run(
+        [sys.executable, "-c", _GUARDED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"exit status {done.returncode} (-11: an access outside)\n{done.stderr[-2000:]}"
+    assert "stayed inside" in done.stdout
 
 
 @settings(max_examples=500)
