@@ -34,7 +34,7 @@ programmatic dependent launch, foreign predecessor    64 x 1, random          re
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -74,6 +74,8 @@ _SILU_NUM_WARPS = 4
 _MAX_NARROW_ELEMENTS = 2**31 - 2**24
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# Exponent bytes in one int32 of packed UE8M0 scales, the format of DeepEP's dispatch for Blackwell.
+_UE8M0_PER_WORD = 4
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,7 @@ def requant_launch_geometry(
     expected_rows: int | None = None,
     warp_size: int = _DEFAULT_WARP_SIZE,
     max_rows: int = 1 << 30,
+    payload_bytes: int = 1,
 ) -> tuple[int, int, int]:
     """Launch hints of the requant where no measured table applies; any values give the same bytes.
 
@@ -130,6 +133,7 @@ def requant_launch_geometry(
         expected_rows: the dispatcher's mean of live rows per expert, ``(rows + E) // E`` of their total, or None.
         warp_size: lanes of one warp.
         max_rows: padded rows M of one expert.
+        payload_bytes: bytes of one payload element: 1 for fp8, 2 for bfloat16.
 
     Returns:
         ``(g_block, m_grid, row_cap)``: scale groups of one program, programs that share an expert's rows, and the row from
@@ -137,8 +141,7 @@ def requant_launch_geometry(
     """
     many = num_experts >= _REQUANT_MANY_EXPERTS
     bytes_per_lane = _REQUANT_BYTES_PER_LANE if many else _REQUANT_BYTES_PER_LANE_FEW_EXPERTS
-    # The payload is fp8: a byte is an element.
-    tile_elements = bytes_per_lane * warp_size * _REQUANT_NUM_WARPS
+    tile_elements = bytes_per_lane // payload_bytes * warp_size * _REQUANT_NUM_WARPS
     g_block = min(_floor_pow2(tile_elements // group_size), _floor_pow2(num_groups))
     if expected_rows is None:
         # Nothing to place a cap against: every row stays with its expert, under the legacy m-grid.
@@ -178,7 +181,7 @@ def _measured_launch(
     launch = _launch_lookup(kernel, num_experts, columns, expected_rows, device)
     if launch is None or launch.row_cap <= max_rows:
         return launch
-    return MaskedRowsLaunch(**{**launch.__dict__, "row_cap": max_rows})
+    return replace(launch, row_cap=max_rows)
 
 
 # Cached: one captured graph always sees one choice, and an eager call pays a dictionary look-up.
@@ -190,13 +193,20 @@ def _requant_launch(
     max_rows: int,
     device: torch.device,
     measured: bool = True,
+    payload_bytes: int = 1,
 ) -> MaskedRowsLaunch:
     """The table's launch where there is one and ``measured`` allows it, otherwise the rule's."""
     launch = _measured_launch("requant", num_experts, num_groups, expected_rows, max_rows, device) if measured else None
     if launch is not None:
-        return launch
+        # Measured on fp8; a wider payload keeps the bytes of a lane.
+        return replace(launch, col_block=max(1, launch.col_block // payload_bytes))
     g_block, m_grid, row_cap = requant_launch_geometry(
-        num_groups, num_experts, expected_rows=expected_rows, warp_size=requant_warp_size(device), max_rows=max_rows
+        num_groups,
+        num_experts,
+        expected_rows=expected_rows,
+        warp_size=requant_warp_size(device),
+        max_rows=max_rows,
+        payload_bytes=payload_bytes,
     )
     return MaskedRowsLaunch(
         g_block, m_grid, row_cap, num_warps=_REQUANT_NUM_WARPS, overflow_experts=_overflow_experts(num_experts)
@@ -277,6 +287,18 @@ def _overflow_entry(index, keys, blocks, row_cap, ROW_BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _ue8m0_to_float32(words, groups):
+    """Scale of each group from its word of four exponent bytes, lowest group in the lowest byte (OCP MX, E8M0).
+
+    A byte b is 2^(b - 127): the exponent field of a float32. 0 is 2^-127, which has no normal float32, and 255 is NaN.
+    """
+    exponents = (words >> ((groups % 4) * 8).to(tl.int32)) & 0xFF
+    bits = tl.where(exponents == 0, 0x00400000, exponents << 23)
+    bits = tl.where(exponents == 255, 0x7FC00000, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _requant_row(
     x_ptr,
     x_scale_ptr,
@@ -296,6 +318,8 @@ def _requant_row(
     HAS_G_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    PACKED_X_SCALE: tl.constexpr,
     PREDICATE_LOADS: tl.constexpr,
 ):
     """Requantize one block of rows; the one place that writes a row, so both phases write the same bytes.
@@ -312,8 +336,10 @@ def _requant_row(
         groups = groups.to(tl.int64)
     columns = groups[:, None] * K_SCALE_BLOCK_SIZE + tl.arange(0, K_SCALE_BLOCK_SIZE)[None, :]
     offsets = ((expert * M + read_rows) * K)[:, None, None] + columns[None, :, :]
-    scale_rows = expert * X_SCALE_STRIDE0 + read_rows * X_SCALE_STRIDE1
-    scale_ptrs = x_scale_ptr + scale_rows[:, None] + (groups * X_SCALE_STRIDE2)[None, :]
+    if HAS_X_SCALE:
+        scale_rows = expert * X_SCALE_STRIDE0 + read_rows * X_SCALE_STRIDE1
+        scale_columns = groups // 4 if PACKED_X_SCALE else groups
+        scale_ptrs = x_scale_ptr + scale_rows[:, None] + (scale_columns * X_SCALE_STRIDE2)[None, :]
     g_mask = groups < K // K_SCALE_BLOCK_SIZE
     if PREDICATE_LOADS:
         live = rows < _live_rows(count, limit)
@@ -323,16 +349,23 @@ def _requant_row(
             load_mask = load_mask & g_mask[None, :, None]
             scale_mask = scale_mask & g_mask[None, :]
         hidden = tl.load(x_ptr + offsets, mask=load_mask, other=0.0)
-        scale = tl.load(scale_ptrs, mask=scale_mask, other=0.0)
+        if HAS_X_SCALE:
+            scale = tl.load(scale_ptrs, mask=scale_mask, other=0)
     elif HAS_G_TAIL:
         hidden = tl.load(x_ptr + offsets, mask=g_mask[None, :, None], other=0.0)
-        scale = tl.load(scale_ptrs, mask=g_mask[None, :], other=0.0)
+        if HAS_X_SCALE:
+            scale = tl.load(scale_ptrs, mask=g_mask[None, :], other=0)
     else:
         hidden = tl.load(x_ptr + offsets)
-        scale = tl.load(scale_ptrs)
+        if HAS_X_SCALE:
+            scale = tl.load(scale_ptrs)
     # Here and not where it was loaded: a warp that waits for the per-tensor scale cannot issue the loads above.
     output_scale_inv = 1.0 / output_scale
-    scaled = hidden.to(tl.float32) * scale.to(tl.float32)[:, :, None]
+    scaled = hidden.to(tl.float32)
+    if HAS_X_SCALE:
+        if PACKED_X_SCALE:
+            scale = _ue8m0_to_float32(scale, groups[None, :])
+        scaled = scaled * scale.to(tl.float32)[:, :, None]
     quantized = (scaled * output_scale_inv).to(output_ptr.dtype.element_ty)
     store_mask = (rows < _live_rows(count, limit))[:, None, None]
     if HAS_G_TAIL:
@@ -366,11 +399,14 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
     WIDE_OFFSETS: tl.constexpr,
     SPECULATIVE: tl.constexpr,
     WRITE_PROBLEM_SIZES: tl.constexpr,
+    HAS_X_SCALE: tl.constexpr,
+    PACKED_X_SCALE: tl.constexpr,
 ):
     """Grid (group tiles, m-grid, experts + overflow slices): per-token-group fp8 rows to one per-tensor scale.
 
-    Shapes: x, output [NUM_EXPERTS, M, K] contiguous; x_scale [NUM_EXPERTS, M, K / K_SCALE_BLOCK_SIZE] float32, any strides;
-    masked_m [NUM_EXPERTS]. Shapes and strides are constants of the kernel: a server has one set of them, and at two
+    Shapes: x, output [NUM_EXPERTS, M, K] contiguous; x_scale [NUM_EXPERTS, M, K / K_SCALE_BLOCK_SIZE] float32, any strides,
+    with PACKED_X_SCALE int32 words of four E8M0 exponents, and without HAS_X_SCALE none (x is then a plain bfloat16
+    payload); masked_m [NUM_EXPERTS]. Shapes and strides are constants of the kernel: a server has one set of them, and at two
     microseconds a launch the address arithmetic before the first load is a part of the time.
     """
     pid_g, pid_m, pid_e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -405,6 +441,8 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
                     HAS_G_TAIL,
                     ROW_BLOCK,
                     WIDE_OFFSETS,
+                    HAS_X_SCALE,
+                    PACKED_X_SCALE,
                     False,
                 )
                 first_row += m_grid * ROW_BLOCK
@@ -440,6 +478,8 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
                 HAS_G_TAIL,
                 ROW_BLOCK,
                 WIDE_OFFSETS,
+                HAS_X_SCALE,
+                PACKED_X_SCALE,
                 True,
             )
     else:
@@ -472,6 +512,8 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
                 HAS_G_TAIL,
                 ROW_BLOCK,
                 WIDE_OFFSETS,
+                HAS_X_SCALE,
+                PACKED_X_SCALE,
                 True,
             )
 
@@ -500,7 +542,7 @@ def _check_same_device(reference: torch.Tensor, **tensors: torch.Tensor) -> None
 
 def _check_requant(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
@@ -509,21 +551,19 @@ def _check_requant(
 ) -> None:
     if x.dim() != 3:
         raise ValueError(f"x: shape is {_shape(x)}, must be [num_experts, padded_rows, hidden]")
-    if x.dtype not in _FP8_DTYPES:
-        raise TypeError(f"x: dtype is {x.dtype}, must be one of {', '.join(map(str, _FP8_DTYPES))}")
+    if x_scale is None:
+        if x.dtype in _FP8_DTYPES:
+            raise ValueError(f"x_scale: is None, must be the scales of the {x.dtype} payload")
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"x: dtype is {x.dtype}, must be torch.bfloat16 where there is no x_scale")
+    elif x.dtype not in _FP8_DTYPES:
+        raise TypeError(f"x: dtype is {x.dtype}, must be one of {', '.join(map(str, _FP8_DTYPES))} with an x_scale")
     if x.size(2) % group_size:
         raise ValueError(f"x: hidden size is {x.size(2)}, must be a multiple of the group width {group_size}")
     if not x.is_contiguous():
         raise ValueError(f"x: strides are {x.stride()}, must be contiguous")
-    if x_scale.dtype == torch.int32:
-        raise TypeError(
-            "x_scale: int32 holds packed UE8M0 exponents, which are not float32 scales; must be torch.float32"
-        )
-    if x_scale.dtype != torch.float32:
-        raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32")
-    expected_shape = (x.size(0), x.size(1), x.size(2) // group_size)
-    if tuple(x_scale.shape) != expected_shape:
-        raise ValueError(f"x_scale: shape is {_shape(x_scale)}, must be {list(expected_shape)} for x {_shape(x)}")
+    if x_scale is not None:
+        _check_x_scale(x, x_scale, x.size(2) // group_size)
     if output_scale.dtype != torch.float32:
         raise TypeError(f"output_scale: dtype is {output_scale.dtype}, must be torch.float32")
     if output_scale.numel() != 1:
@@ -535,7 +575,22 @@ def _check_requant(
     if not output.is_contiguous():
         raise ValueError(f"output: strides are {output.stride()}, must be contiguous")
     _check_masked_rows(masked_m, x.size(0), expected_rows)
-    _check_same_device(x, x_scale=x_scale, masked_m=masked_m, output_scale=output_scale, output=output)
+    _check_same_device(x, masked_m=masked_m, output_scale=output_scale, output=output)
+
+
+def _check_x_scale(x: torch.Tensor, x_scale: torch.Tensor, num_groups: int) -> None:
+    packed = x_scale.dtype == torch.int32
+    if not packed and x_scale.dtype != torch.float32:
+        raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32, or torch.int32 for packed UE8M0")
+    columns = -(-num_groups // _UE8M0_PER_WORD) if packed else num_groups
+    expected_shape = (x.size(0), x.size(1), columns)
+    if tuple(x_scale.shape) != expected_shape:
+        text = f"x_scale: shape is {_shape(x_scale)}, must be {list(expected_shape)} for x {_shape(x)}"
+        if packed:
+            # Most likely one word a group, which is no layout of any dispatcher: the dtype is what is wrong.
+            raise TypeError(f"{text}, as int32 holds {_UE8M0_PER_WORD} packed UE8M0 exponents a word")
+        raise ValueError(text)
+    _check_same_device(x, x_scale=x_scale)
 
 
 def _check_problem_sizes(name: str, table: torch.Tensor, num_experts: int) -> None:
@@ -555,7 +610,7 @@ def _grid(launch: MaskedRowsLaunch, columns: int, num_experts: int) -> tuple[int
 
 def fp8_per_token_to_per_tensor_quant_triton(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
@@ -569,12 +624,15 @@ def fp8_per_token_to_per_tensor_quant_triton(
     """Requantize DeepEP's per-token-group fp8 rows to one per-tensor scale, live rows only.
 
     ``output = fp8((x * x_scale) * (1 / output_scale))``, each product rounded to float32, the result saturated; rows at and
-    above ``masked_m[e]`` of an expert are neither read for their value nor written.
+    above ``masked_m[e]`` of an expert are neither read for their value nor written. NaN in payload or scale gives NaN. A
+    bfloat16 payload has no scales: ``output = fp8(x * (1 / output_scale))``, one rounding.
 
     Args:
-        x: fp8 e4m3 ``[E, M, K]``, contiguous; K a multiple of 128.
-        x_scale: float32 ``[E, M, K / 128]``, any strides (DeepEP's are column-major in the last two axes).
-        masked_m: int32 ``[E]``, live rows per expert.
+        x: fp8 e4m3 ``[E, M, K]``, contiguous; K a multiple of 128. Or bfloat16, with ``x_scale`` None.
+        x_scale: float32 ``[E, M, K / 128]``, any strides (DeepEP's are column-major in the last two axes). Or int32
+            ``[E, M, ceil(K / 512)]``, any strides: packed UE8M0, four exponent bytes a word, the lowest group in the
+            lowest byte; a byte b is ``2^(b - 127)`` and 255 is NaN. None for a bfloat16 payload.
+        masked_m: int32 ``[E]``, live rows per expert; counts outside of ``[0, M]`` are clamped to it.
         output_scale: float32, one element.
         output: fp8 e4m3 ``[E, M, K]``, contiguous; written in place.
         expected_rows: the dispatcher's ``expected_m``. A launch hint: any value is correct.
@@ -603,9 +661,13 @@ def fp8_per_token_to_per_tensor_quant_triton(
 
     num_groups = hidden // group_size
     if launch is None:
-        launch = _requant_launch(num_groups, num_experts, expected_rows, max_rows, x.device)
-    scale_strides = x_scale.stride()
-    furthest_scale = sum((size - 1) * stride for size, stride in zip(x_scale.shape, scale_strides, strict=True))
+        launch = _requant_launch(
+            num_groups, num_experts, expected_rows, max_rows, x.device, payload_bytes=x.element_size()
+        )
+    scale_strides, furthest_scale = (0, 0, 0), 0
+    if x_scale is not None:
+        scale_strides = x_scale.stride()
+        furthest_scale = sum((size - 1) * stride for size, stride in zip(x_scale.shape, scale_strides, strict=True))
     _fp8_per_token_quant_to_per_tensor_quant_kernel[_grid(launch, num_groups, num_experts)](
         x,
         x_scale,
@@ -631,6 +693,8 @@ def fp8_per_token_to_per_tensor_quant_triton(
         WIDE_OFFSETS=max(x.numel(), furthest_scale + 1) > _MAX_NARROW_ELEMENTS,
         SPECULATIVE=launch.speculative_rows > 0,
         WRITE_PROBLEM_SIZES=write_tables,
+        HAS_X_SCALE=x_scale is not None,
+        PACKED_X_SCALE=x_scale is not None and x_scale.dtype == torch.int32,
         num_warps=launch.num_warps,
     )
 
@@ -683,7 +747,9 @@ def _silu_and_mul_row(
     gate = gate.to(tl.float32)
     gate = (gate / (1 + tl.exp(-gate))).to(input_ptr.dtype.element_ty)
     scaled = (up.to(tl.float32) * gate) * scale_inv
-    quantized = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(output_ptr.dtype.element_ty)
+    # NaN must stay NaN: by default the clamp would make a number of it.
+    clamped = tl.clamp(scaled, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    quantized = clamped.to(output_ptr.dtype.element_ty)
     store_mask = (rows < _live_rows(count, limit))[:, None]
     if HAS_TAIL:
         store_mask = store_mask & column_mask[None, :]

@@ -4,9 +4,21 @@ import torch
 
 
 def _saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast to fp8 as the hardware does: round to nearest even, saturate, keep NaN (torch alone overflows to NaN)."""
+    """Cast to fp8 as the hardware does: round to nearest even, saturate, one NaN (torch alone overflows to NaN)."""
     limit = torch.finfo(dtype).max
-    return values.clamp(-limit, limit).to(dtype)
+    return torch.where(values.isnan(), torch.nan, values.clamp(-limit, limit)).to(dtype)
+
+
+def ue8m0_to_float32(words: torch.Tensor, num_groups: int) -> torch.Tensor:
+    """Scales ``[..., num_groups]`` of packed UE8M0 words, int32 ``[..., ceil(num_groups / 4)]``, as OCP MX defines E8M0.
+
+    Four exponent bytes a word, the lowest group in the lowest byte: a byte b is ``2^(b - 127)``, 255 is NaN.
+    """
+    exponents = torch.stack([(words >> shift) & 0xFF for shift in (0, 8, 16, 24)], dim=-1).flatten(-2)
+    exponents = exponents[..., :num_groups]
+    # 2^-127 has no normal float32, so the power is taken where it has one.
+    scales = torch.exp2(exponents.double() - 127).float()
+    return torch.where(exponents == 255, torch.nan, scales)
 
 
 def live_mask(masked_m: torch.Tensor, max_rows: int) -> torch.Tensor:
@@ -16,7 +28,7 @@ def live_mask(masked_m: torch.Tensor, max_rows: int) -> torch.Tensor:
 
 def fp8_per_token_to_per_tensor_quant_reference(
     x: torch.Tensor,
-    x_scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
     masked_m: torch.Tensor,
     output_scale: torch.Tensor,
     output: torch.Tensor,
@@ -27,13 +39,17 @@ def fp8_per_token_to_per_tensor_quant_reference(
     ``output_scale_inv`` replaces ``1 / output_scale``: Triton's float32 division is not correctly rounded on a GPU, so a
     byte-exact comparison at scales that are no power of two passes the reciprocal that the device computed.
     """
-    group_size = x.size(2) // x_scale.size(2)
+    group_size = 128
+    num_groups = x.size(2) // group_size
     inverse = output_scale.float().reciprocal() if output_scale_inv is None else output_scale_inv
     for expert in range(x.size(0)):
         rows = min(max(int(masked_m[expert]), 0), x.size(1))
-        scale = x_scale[expert, :rows].float().repeat_interleave(group_size, dim=1)
-        scaled = (x[expert, :rows].float() * scale) * inverse
-        output[expert, :rows] = _saturate(scaled, output.dtype)
+        scaled = x[expert, :rows].float()
+        if x_scale is not None:
+            scale = x_scale[expert, :rows]
+            scale = ue8m0_to_float32(scale, num_groups) if scale.dtype == torch.int32 else scale.float()
+            scaled = scaled * scale.repeat_interleave(group_size, dim=1)
+        output[expert, :rows] = _saturate(scaled * inverse, output.dtype)
 
 
 def problem_sizes_reference(masked_m: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
