@@ -222,7 +222,8 @@ def replaced(patch: plugin.Patch) -> str:
     """What of the engine a patch stands in for."""
     if not patch.targets:
         return f"a step inside {' and '.join(f'`{name}`' for name in patch.requires)}"
-    return "<br>".join(f"`{target.homes[0].module}.{target.attribute}`" for target in patch.targets)
+    around = {"around": "wraps ", "replace": ""}
+    return "<br>".join(f"{around[t.kind]}`{t.homes[0].module}.{t.attribute}`" for t in patch.targets)
 
 
 def patches_section() -> str:

@@ -28,6 +28,7 @@ CHAIN_OLD = (
 )
 CHAIN = f"{CHAIN_OLD}, expected_m=None"
 APPLY = "self, layer, dispatch_output"
+CREATE = "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs"
 
 NEW_KERNELS = "kernels/ops/moe/ep_moe_kernels.py"
 OLD_KERNELS = "srt/layers/moe/ep_moe/kernels.py"
@@ -116,7 +117,12 @@ class FakeEngine:
                 f"from {NEW_MODULE} import fp8_per_token_to_per_tensor_quant_triton\n"
                 f"def cutlass_w4a8_moe_deepep_ll({CHAIN}):\n    return 'engine chain'\n"
             ),
-            METHOD_FILE: f"class W4AFp8MoEMethod:\n    def apply_deepep_ll({APPLY}):\n        return 'engine method'\n",
+            METHOD_FILE: (
+                f"class W4AFp8MoEMethod:\n    def apply_deepep_ll({APPLY}):\n        return 'engine method'\n"
+                f"    def apply_deepep_normal({APPLY}):\n        return 'engine normal'\n"
+                f"    def create_weights({CREATE}):\n        return 'engine create'\n"
+                "    def process_weights_after_loading(self, layer):\n        return 'engine process'\n"
+            ),
             **self.files,
         }
 

@@ -48,12 +48,14 @@ class Target:
         signatures: the argument lists it is known with; default values do not matter, their presence does.
         replacement: ``module:function`` of ours, which accepts every call that the signatures allow.
         in_tree: whether ``sglang-w4afp8 fork`` writes it into an engine's own tree; ours then stands down where it did.
+        kind: "replace", or "around": ours then takes the engine's function as its first argument and calls it.
     """
 
     attribute: str
     homes: tuple[Home, ...]
     signatures: tuple[str, ...]
     replacement: str
+    kind: str = "replace"
     in_tree: bool = False
 
 
@@ -63,7 +65,7 @@ class Patch:
 
     Attributes:
         name: what ``SGLANG_W4AFP8_PATCHES`` picks and ``lifecycle.is_live`` answers for.
-        targets: what it replaces, all or nothing; empty for a step inside another patch's function.
+        targets: what it replaces or wraps, all or nothing; empty for a step inside another patch's function.
         what, why: what it does to the engine and the fault or cost that it removes.
         upstream: pull request of the engine with the same aim, or None.
         removable: when this entry can go.
@@ -86,6 +88,8 @@ _TRITON_KERNELS = (
     Home("sglang.srt.layers.moe.ep_moe.kernels", "0.5.12", "0.5.15"),
 )
 _OUR_KERNELS = "sglang_w4afp8.kernels.ops.moe.ep_moe_kernels"
+_METHOD = (Home("sglang.srt.layers.quantization.w4afp8", *ENGINES),)
+_OUR_METHOD = "sglang_w4afp8.srt.layers.quantization.w4afp8"
 _CHAIN_ARGUMENTS = (
     "a_states, a_scales, w1_q, w2_q, w1_scale, w2_scale, topk_ids_, masked_m, a_strides1, b_strides1, c_strides1, "
     "a_strides2, b_strides2, c_strides2, s_strides13, s_strides2, expert_offsets, problem_sizes1, problem_sizes2, "
@@ -109,7 +113,8 @@ LEDGER: tuple[Patch, ...] = (
         ),
         what="Replaces the kernel that turns DeepEP's per-group fp8 payload into per-tensor fp8.",
         why="Up to 0.5.18 it launches 32 programs per expert whatever the rows (up to 0.5.17 it also refuses K that is "
-        "not a multiple of 1024); from 0.5.19 it still pays for its overflow phase in every program.",
+        "not a multiple of 1024); from 0.5.19 it still pays for its overflow phase in every program. It reads packed "
+        "UE8M0 scales (int32) as if they were numbers.",
         upstream="https://github.com/sgl-project/sglang/pull/35760",
         removable="when the oldest supported engine's kernel is as fast in benchmark/results/h200/requant.json",
     ),
@@ -118,9 +123,9 @@ LEDGER: tuple[Patch, ...] = (
         targets=(
             Target(
                 attribute="W4AFp8MoEMethod.apply_deepep_ll",
-                homes=(Home("sglang.srt.layers.quantization.w4afp8", *ENGINES),),
+                homes=_METHOD,
                 signatures=("self, layer, dispatch_output",),
-                replacement="sglang_w4afp8.srt.layers.quantization.w4afp8:apply_deepep_ll",
+                replacement=f"{_OUR_METHOD}:apply_deepep_ll",
                 in_tree=True,
             ),
             Target(
@@ -174,6 +179,81 @@ LEDGER: tuple[Patch, ...] = (
         upstream=None,
         removable="when the oldest supported sglang-kernel derives m, n and k from the problem, not from a.size()",
         requires=("expected_m",),
+    ),
+    Patch(
+        name="input_scales",
+        targets=(
+            Target(
+                attribute="W4AFp8MoEMethod.process_weights_after_loading",
+                homes=_METHOD,
+                signatures=("self, layer",),
+                replacement=f"{_OUR_METHOD}:process_weights_after_loading",
+                kind="around",
+            ),
+        ),
+        what="Looks at a layer's two input scales when its weights are processed, and refuses one that cannot be divided "
+        "by.",
+        why="A scale that is zero, negative, NaN, infinite or denormal is accepted, and every decoded token is NaN, zero "
+        "or saturated.",
+        upstream=None,
+        removable="when every supported engine checks the scales that it loads",
+    ),
+    Patch(
+        name="eplb_scales",
+        targets=(),
+        what="With --enable-eplb, gives a layer's input scales the largest value of any rank when weights are processed.",
+        why="Each rank takes the largest scale of its own experts; an expert that load balancing moves brings its weights "
+        "and not its scale, and saturates.",
+        upstream=None,
+        removable="when every supported engine shares input scales over the ranks, or moves them with their experts",
+        requires=("input_scales",),
+    ),
+    Patch(
+        name="bf16_dispatch",
+        targets=(),
+        what="Serves a BF16 low-latency payload: our requant quantises it straight to per-tensor fp8.",
+        why="The engine fails at graph capture (--deepep-dispatcher-output-dtype bf16, or a DeepEP build that sends BF16).",
+        upstream=None,
+        removable="when every supported engine decodes from a BF16 dispatch",
+        requires=("expected_m",),
+    ),
+    Patch(
+        name="normal_fp8",
+        targets=(
+            Target(
+                attribute="W4AFp8MoEMethod.apply_deepep_normal",
+                homes=_METHOD,
+                signatures=("self, layer, dispatch_output",),
+                replacement=f"{_OUR_METHOD}:apply_deepep_normal",
+                kind="around",
+            ),
+        ),
+        what="Turns an fp8 payload of the normal (prefill) dispatch into BF16, scales applied, before the engine's path.",
+        why="Up to 0.5.17 the engine drops the scales, computes on raw codes, and a rank without tokens hands fp8 to a "
+        "BF16-only combine; from 0.5.18 it refuses the payload.",
+        upstream=None,
+        removable="when every supported engine applies the scales of a normal dispatch",
+    ),
+    Patch(
+        name="dispatch_cap",
+        targets=(
+            Target(
+                attribute="W4AFp8MoEMethod.create_weights",
+                homes=_METHOD,
+                signatures=(
+                    "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, "
+                    "**extra_weight_attrs",
+                ),
+                replacement=f"{_OUR_METHOD}:create_weights",
+                kind="around",
+            ),
+        ),
+        what="Compares SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK with what the server is going to dispatch, and says "
+        "which number to raise to what.",
+        why="More tokens than the cap fail deep inside DeepEP, after minutes of loading or in the middle of serving; draft "
+        "tokens multiply them.",
+        upstream=None,
+        removable="when every supported engine compares the two at start-up",
     ),
 )
 
@@ -259,6 +339,7 @@ class _Binding:
     target: str  # the dotted path that the engine's registry takes
     original: Callable[..., Any]
     hook: Callable[..., Any]
+    kind: str = "replace"
 
 
 def _activate(settings: Settings) -> None:
@@ -383,7 +464,7 @@ def _resolve(patch: Patch, modules: list[str | None]) -> tuple[PatchStatus, list
             hook = getattr(importlib.import_module(our_module), our_name)
         except Exception as error:
             return stand_down(f"our own {target.replacement} cannot be imported: {essence(error)}")
-        bindings.append(_Binding(path, original, hook))
+        bindings.append(_Binding(path, original, hook, target.kind))
     return lifecycle.PatchStatus(patch.name, lifecycle.State.ACTIVE), bindings
 
 
@@ -419,7 +500,7 @@ def _register(registry: Any, bindings: list[_Binding]) -> None:
     from sglang.srt.plugins.hook_registry import HookType
 
     for binding in bindings:
-        registry.register(binding.target, binding.hook, HookType.REPLACE)
+        registry.register(binding.target, binding.hook, HookType(binding.kind))
 
 
 def _withdraw(registry: Any, bindings: list[_Binding]) -> None:

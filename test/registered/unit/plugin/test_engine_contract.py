@@ -27,7 +27,31 @@ from engine_process import (
 
 register_cpu_ci(est_time=150, suite="base-a-test-cpu")
 
-EVERY_PATCH = ["requant", "expected_m", "silu", "problem_sizes", "gemm"]
+EVERY_PATCH = [
+    "requant",
+    "expected_m",
+    "silu",
+    "problem_sizes",
+    "gemm",
+    "input_scales",
+    "eplb_scales",
+    "bf16_dispatch",
+    "normal_fp8",
+    "dispatch_cap",
+]
+# What a server loses with the chain, and what needs no more than the method's file.
+OF_THE_CHAIN = {"expected_m", "problem_sizes", "gemm", "bf16_dispatch"}
+OF_THE_METHOD = {"input_scales", "eplb_scales", "normal_fp8", "dispatch_cap"}
+
+
+def with_states(others: str, **states: str) -> dict[str, str]:
+    """The state of every patch: those given, the others alike."""
+    return {name: states.get(name, others) for name in EVERY_PATCH}
+
+
+def all_in(state: str, names: set[str]) -> dict[str, str]:
+    return dict.fromkeys(names, state)
+
 
 # Loads the plugins as a server does. `ours(path)` says whether calling an engine name reaches our function.
 LOAD = """
@@ -109,8 +133,11 @@ cuda_before = torch.cuda.is_initialized()
         "live": EVERY_PATCH,
         "mine": [
             "apply_deepep_ll",
+            "apply_deepep_normal",
+            "create_weights",
             "cutlass_w4a8_moe_deepep_ll",
             "fp8_per_token_to_per_tensor_quant_triton",
+            "process_weights_after_loading",
             "silu_and_mul_masked_post_per_tensor_quant_fwd",
         ],
         "registered": [1],
@@ -119,7 +146,7 @@ cuda_before = torch.cuda.is_initialized()
         "cuda_initialised_by_us": False,
     }
     (line,) = done.lines("sglang-w4afp8 0.")
-    assert "on sglang 0.5." in line and line.endswith("active: requant, expected_m, silu, problem_sizes, gemm")
+    assert "on sglang 0.5." in line and line.endswith(f"active: {', '.join(EVERY_PATCH)}")
     (call,) = done.lines("first low-latency call")
     assert " TP0] sglang-w4afp8: first low-latency call: x=[8, 16, 128], expected_m=3, patches=requant," in call
 
@@ -127,13 +154,7 @@ cuda_before = torch.cuda.is_initialized()
 def test_installed_engine_without_sgl_kernel_loses_the_chain_only(sgl_kernel_broken):
     done = run_script(_load("result = [states(), reasons(), ours(REQUANT), ours(METHOD)]"), [sgl_kernel_broken])
     states, reasons, requant, method = done.result
-    assert states == {
-        "requant": "active",
-        "expected_m": "standing down",
-        "silu": "active",
-        "problem_sizes": "standing down",
-        "gemm": "standing down",
-    }
+    assert states == with_states("active", **all_in("standing down", OF_THE_CHAIN))
     assert (requant, method) == (True, False)
     assert reasons["expected_m"] == (
         "sglang.srt.layers.moe.cutlass_w4a8_moe cannot be imported: ImportError: [sgl_kernel] CRITICAL: Could not load "
@@ -228,7 +249,8 @@ def test_selection_by_name(fake_engine):
         [True, False, False],
         {name: "active" if name in ("requant", "silu") else "not selected" for name in EVERY_PATCH},
     ]
-    assert len(done.lines("active: requant, silu; not selected: expected_m, problem_sizes, gemm")) == 1
+    others = [name for name in EVERY_PATCH if name not in ("requant", "silu")]
+    assert len(done.lines(f"active: requant, silu; not selected: {', '.join(others)}")) == 1
     assert not done.lines("stands down")
 
 
@@ -261,12 +283,12 @@ def test_moved_target_stands_down_alone(fake_engine):
     fake_engine.files[METHOD_FILE] = fake_engine.files[METHOD_FILE].replace("apply_deepep_ll", "apply_low_latency")
     done = fake_engine.run(_load("result = [states(), ours(REQUANT), ours(CHAIN), sorted(HookRegistry._hooks)]"))
     states, requant, chain, hooks = done.result
-    assert {name for name, state in states.items() if state == "active"} == {"requant", "silu"}
+    assert {name for name, state in states.items() if state == "active"} == {"requant", "silu"} | OF_THE_METHOD
     assert (requant, chain) == (True, False)
     assert not [target for target in hooks if "cutlass_w4a8" in target]
     (line,) = done.lines("expected_m stands down:")
     assert "W4AFp8MoEMethod.apply_deepep_ll: expected a function of that name, found none in the file" in line
-    assert len(done.lines("active: requant, silu; standing down: expected_m (")) == 1
+    assert len(done.lines("active: requant, silu, ", "; standing down: expected_m (")) == 1
 
 
 def test_resigned_target_stands_down_and_strict_refuses(fake_engine):
@@ -309,9 +331,11 @@ def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):
     done = fake_engine.run(_load(f"result = [{OURS}, states()]"), SGLANG_W4AFP8_STRICT="1")
     ours, states = done.result
     assert ours == [True, False, False]
-    assert [states[name] for name in EVERY_PATCH] == ["active", "in tree", "active", "in tree", "in tree"]
+    assert states == with_states("active", **all_in("in tree", OF_THE_CHAIN))
     (line,) = done.lines("standing down for")
-    assert line.endswith("standing down for expected_m, problem_sizes, gemm: already in tree, version 0.9.1")
+    assert line.endswith(
+        "standing down for expected_m, problem_sizes, gemm, bf16_dispatch: already in tree, version 0.9.1"
+    )
 
 
 def _other_plugin(kind: str, target: str, hook: str) -> dict[str, str]:
@@ -362,7 +386,7 @@ plugin.activate = activate_then_other
     done = fake_engine.run(code)
     ours, states, reason, chain, method, bare = done.result
     assert ours == [True, False, False]
-    assert [states[name] for name in EVERY_PATCH] == ["active", "standing down", "active"] + ["standing down"] * 2
+    assert states == with_states("active", **all_in("standing down", OF_THE_CHAIN))
     assert reason == f"{CHAIN_TARGET}: another plugin's hook shadows ours"
     assert (chain, method, bare) == (["around", "theirs"], "engine method", True)
     assert len(done.lines("expected_m stands down:")) == 1
@@ -388,7 +412,7 @@ plugin.activate = activate_then_wrap
 """
     code = "HookRegistry.apply_hooks()\nresult = [calls, list(lifecycle.live_patches())]"
     done = fake_engine.run(_load(code, before))
-    assert done.result == [[0, 4], EVERY_PATCH]
+    assert done.result == [[0, 7], EVERY_PATCH]
     assert len(done.lines("sglang-w4afp8 0.", "active: ")) == 1
 
 
@@ -399,7 +423,7 @@ def test_stale_binding_is_not_called_live(fake_engine):
     ours, reason, live = done.result
     assert ours == [False, True, True]
     assert reason.endswith(f"still unpatched in {NEW_MODULE}.requant_alias")
-    assert live == ["expected_m", "silu", "gemm"]
+    assert live == [name for name in EVERY_PATCH if name not in ("requant", "problem_sizes")]
 
 
 def test_hooks_applied_before_us_are_not_called_live(fake_engine):

@@ -1,6 +1,7 @@
 """The drift guard and the ledger that it reads, on trees made here and on the installed engine's source."""
 
 import ast
+import functools
 import inspect
 import sys
 from importlib import import_module
@@ -192,11 +193,17 @@ def test_ours_accepts_every_call_that_a_known_signature_allows(target, signature
     module, _, name = target.replacement.partition(":")
     ours = inspect.signature(getattr(import_module(module), name))
     parameters = guard.parse_signature(signature).parameters
-    names = [parameter.name for parameter in parameters]
-    assert list(ours.bind(*names).arguments.values()) == names
-    assert list(ours.bind(*names).arguments) == names
-    ours.bind(**{name: name for name in names})
-    ours.bind(**{parameter.name: 0 for parameter in parameters if not parameter.has_default})
+    if target.kind == "around":
+        # The engine's function comes first, by position.
+        ours = inspect.signature(functools.partial(getattr(import_module(module), name), None))
+    more = {"anything": "anything"} if parameters[-1].kind == "**" else {}
+    plain = [parameter for parameter in parameters if parameter.kind != "**"]
+    names = [parameter.name for parameter in plain]
+    bound = ours.bind(*names, **more)
+    assert [bound.arguments[name] for name in names] == list(bound.args) == names
+    assert bound.kwargs == more
+    ours.bind(**{name: name for name in names}, **more)
+    ours.bind(**{parameter.name: 0 for parameter in plain if not parameter.has_default})
 
 
 def test_entry_point_module_imports_the_standard_library_only():

@@ -55,7 +55,7 @@ def _check_weights(
 
 def _requant(
     a_states: torch.Tensor,
-    a_scales: torch.Tensor,
+    a_scales: torch.Tensor | None,
     masked_m: torch.Tensor,
     a1_scale: torch.Tensor,
     problem_sizes: tuple[torch.Tensor, torch.Tensor],
@@ -84,7 +84,8 @@ def _requant(
     sizes1, sizes2 = engine.deepep_ll_get_cutlass_w4a8_moe_mm_data(
         masked_m, *problem_sizes, a_states.size(0), intermediate_size, a_states.size(2)
     )
-    if lifecycle.is_live("requant"):
+    if a_scales is None or lifecycle.is_live("requant"):
+        # The engine's kernel knows no payload without scales.
         kernels.fp8_per_token_to_per_tensor_quant_triton(
             a_states, a_scales, masked_m, a1_scale, gateup_input, expected_m
         )
@@ -155,7 +156,7 @@ def _grouped_gemm(
 
 def cutlass_w4a8_moe_deepep_ll(
     a_states: torch.Tensor,
-    a_scales: torch.Tensor,
+    a_scales: torch.Tensor | None,
     w1_q: torch.Tensor,
     w2_q: torch.Tensor,
     w1_scale: torch.Tensor,
@@ -180,8 +181,9 @@ def cutlass_w4a8_moe_deepep_ll(
     """One W4AFP8 expert layer over a DeepEP low-latency payload. Names and order are the engine's.
 
     Args:
-        a_states: fp8 e4m3 ``[E, M, K]``, DeepEP's payload; E local experts, M padded rows.
-        a_scales: float32 ``[E, M, K / 128]``, its per-token-group scales.
+        a_states: fp8 e4m3 ``[E, M, K]``, DeepEP's payload; E local experts, M padded rows. Or bfloat16.
+        a_scales: float32 ``[E, M, K / 128]``, its per-token-group scales, or int32 ``[E, M, ceil(K / 512)]`` (packed
+            UE8M0). None with a bfloat16 payload, which is quantised as it is.
         w1_q, w2_q: int8 ``[E, 2N, K / 2]`` and ``[E, K, N / 2]``, two int4 values a byte, low nibble first.
         w1_scale, w2_scale: bfloat16 group scales, interleaved by four along K.
         topk_ids_: ``[tokens, topk]``; only its width is used, as the engine's GEMM wants it.
@@ -194,8 +196,8 @@ def cutlass_w4a8_moe_deepep_ll(
     Returns:
         bfloat16 ``[E, M, K]``; rows at and above ``masked_m[e]`` are undefined.
     """
-    if a_scales is None:
-        raise ValueError("a_scales: is None, must be the payload's float32 per-token-group scales (fp8 dispatch)")
+    if a_scales is None and not lifecycle.is_live("bf16_dispatch"):
+        raise ValueError("a_scales: is None, must be the payload's per-token-group scales (patch bf16_dispatch is off)")
     for name, scale in (("a1_scale", a1_scale), ("a2_scale", a2_scale)):
         if scale is None:
             raise ValueError(f"{name}: is None, must be the layer's static input scale")

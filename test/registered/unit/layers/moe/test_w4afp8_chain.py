@@ -13,7 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 from engine_process import run_script, write
 
-register_cpu_ci(est_time=90, suite="base-a-test-cpu")
+register_cpu_ci(est_time=120, suite="base-a-test-cpu")
 
 # The library's Python signature, which the wrapper inspects.
 SGL_KERNEL = """
@@ -91,10 +91,40 @@ for name in seen:
         return choose(*args, **kwargs)
     setattr(our_kernels, f"_{name}_launch", record)
 
-dispatch = DeepEPLLDispatchOutput(
-    x, x_scale, torch.zeros((4, TOPK), dtype=torch.int64), torch.ones((4, TOPK)), masked_m, EXPECTED_M
-)
-output = method.apply_deepep_ll(layer, dispatch)
+def dispatch(payload, payload_scale):
+    topk = torch.zeros((4, TOPK), dtype=torch.int64)
+    return DeepEPLLDispatchOutput(payload, payload_scale, topk, topk.float(), masked_m, EXPECTED_M)
+
+def digest(tensor):
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+def live_digest(payload, payload_scale):
+    # What the layer makes of another form of the same payload: the bytes of its live rows, or why it made none.
+    try:
+        return digest(method.apply_deepep_ll(layer, dispatch(payload, payload_scale))[live])
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+output = method.apply_deepep_ll(layer, dispatch(x, x_scale))
+calls, double.calls = double.calls, []
+
+# The same values without scales (BF16, exact here), and with their scales as packed exponents.
+bf16 = (values.unflatten(2, (-1, 128)) * scales[:, :, :, None]).flatten(2).to(torch.bfloat16)
+bf16[~live] = float("nan")
+exponents = (scales.log2().to(torch.int32) + 127) << torch.tensor([0, 8, 16, 24])
+packed = exponents.sum(2, keepdim=True, dtype=torch.int32)
+packed[~live] = -1
+
+forms = {}
+if FORMS:
+    forms = {
+        "bf16": live_digest(bf16, None),
+        "packed": live_digest(x, packed),
+        "packed column-major": live_digest(x, packed.transpose(1, 2).contiguous().transpose(1, 2)),
+        "fp8 without scales": live_digest(x, None),
+    }
+# Which forms another launch was chosen for is not what `seen` is about.
+seen = {name: found[:1] for name, found in seen.items()}
 
 # The layer in float64, straight from the values above.
 error = norm = 0.0
@@ -126,17 +156,50 @@ for module_name, module in list(sys.modules.items()):
         elif isinstance(value, type) and value.__module__ == module_name:
             members = [attribute for attribute, member in list(vars(value).items()) if hooked_by_us(member)]
             touched.update(f"{module_name}.{name}.{attribute}" for attribute in members)
+# Where the code of every function of the engine stands: what we hooked stands in the engine's hook registry.
+code = {}
+for module_name, module in list(sys.modules.items()):
+    if module_name.startswith("sglang."):
+        owners = [v for v in list(vars(module).values()) if isinstance(v, type) and v.__module__ == module_name]
+        for owner in (module, *owners):
+            for name, value in list(vars(owner).items()):
+                # Generated methods (dataclasses, say) and this script's stand-ins have no file.
+                if isinstance(value, types.FunctionType) and value.__code__.co_filename != "<string>":
+                    where = value.__code__
+                    path = where.co_filename.rpartition("sglang/")[2]
+                    code[f"{getattr(owner, '__qualname__', '')} {module_name} {name}"] = f"{path}:{where.co_firstlineno}"
+
+# A dense layer of the same model, as the engine runs it for one that is not quantised.
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+dense = torch.nn.Module()
+dense.weight = torch.nn.Parameter(w13[0].to(torch.bfloat16), requires_grad=False)
+dense_output = UnquantizedLinearMethod().apply(dense, bf16[live])
+
 result = {
     "error": (error / norm) ** 0.5,
-    "digest": hashlib.sha256(output[live].contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+    "digest": digest(output[live]),
+    "forms": forms,
+    "code": code,
+    "dense": digest(dense_output),
     "seen": seen,
     "live": list(lifecycle.live_patches()),
-    "gemms": [[call.n, call.k] for call in double.calls],
+    "gemms": [[call.n, call.k] for call in calls],
     "touched": sorted(touched),
 }
 """
 
-ALL = ["requant", "expected_m", "silu", "problem_sizes", "gemm"]
+ALL = [
+    "requant",
+    "expected_m",
+    "silu",
+    "problem_sizes",
+    "gemm",
+    "input_scales",
+    "eplb_scales",
+    "bf16_dispatch",
+    "normal_fp8",
+    "dispatch_cap",
+]
 # fp8 rounds the input of the second GEMM to 4 significant bits (2^-4 at most, uniformly spread) and bf16 its output.
 TOLERANCE = 0.04
 
@@ -146,19 +209,19 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL})
 
 
-def run_layer(stub: Path, padded: int = 512, **environ: str) -> dict:
-    script = LAYER.replace("PADDED", str(padded))
+def run_layer(stub: Path, padded: int = 512, forms: bool = False, **environ: str) -> dict:
+    script = LAYER.replace("PADDED", str(padded)).replace("FORMS", str(forms))
     return run_script(script, [stub], TRITON_INTERPRET="1", **environ).result
 
 
 @pytest.fixture(scope="module")
 def ours(stub: Path) -> dict:
-    return run_layer(stub)
+    return run_layer(stub, forms=True)
 
 
 @pytest.fixture(scope="module")
 def engine(stub: Path) -> dict:
-    return run_layer(stub, SGLANG_W4AFP8_DISABLE="1")
+    return run_layer(stub, forms=True, SGLANG_W4AFP8_DISABLE="1")
 
 
 def test_the_layer_is_right_and_every_patch_is_live(ours):
@@ -194,6 +257,19 @@ def test_each_step_can_be_ours_alone(stub, engine, patches):
     assert arm["digest"] == engine["digest"]
 
 
+def test_bf16_dispatch_needs_no_other_step_of_ours(stub, engine):
+    arm = run_layer(stub, forms=True, SGLANG_W4AFP8_PATCHES="expected_m,bf16_dispatch")
+    assert arm["forms"]["bf16"] == arm["digest"] == engine["digest"]
+
+
+def test_bf16_dispatch_is_refused_by_name_where_its_patch_is_off(stub):
+    arm = run_layer(stub, forms=True, SGLANG_W4AFP8_PATCHES="expected_m")
+    assert arm["forms"]["bf16"] == (
+        "RuntimeError: dispatch_output.hidden_states_scale: is None, must be the scales of the payload, which is "
+        "torch.bfloat16: without them only a BF16 payload can be served, by the patch bf16_dispatch"
+    )
+
+
 def test_padded_rows_that_are_no_multiple_of_512_are_right_with_ours_only(stub):
     assert run_layer(stub, padded=128)["error"] < TOLERANCE
     assert run_layer(stub, padded=128, SGLANG_W4AFP8_DISABLE="1")["error"] > 0.1
@@ -205,7 +281,41 @@ def test_nothing_but_the_ledgers_targets_is_touched(ours):
     assert ours["touched"] == sorted(
         [f"{module}.{name}" for module in modules for name in kernels]
         + ["sglang.srt.layers.moe.cutlass_w4a8_moe.cutlass_w4a8_moe_deepep_ll"]
-        + ["sglang.srt.layers.quantization.w4afp8.W4AFp8MoEMethod.apply_deepep_ll"]
+        + [f"sglang.srt.layers.quantization.w4afp8.W4AFp8MoEMethod.{name}" for name in METHODS]
+    )
+
+
+METHODS = ("apply_deepep_ll", "apply_deepep_normal", "create_weights", "process_weights_after_loading")
+
+
+def test_every_other_function_of_the_engine_is_the_engines_own_code(ours, engine):
+    common = ours["code"].keys() & engine["code"].keys()
+    # Linear, fp8, wna16 and unquantised layers are among them.
+    for name in ("Fp8LinearMethod", "UnquantizedLinearMethod", "Fp8MoEMethod", "MoeWNA16Method"):
+        assert any(key.startswith(f"{name} ") for key in common)
+    changed = {key.rpartition(" ")[2] for key in common if ours["code"][key] != engine["code"][key]}
+    assert changed == {
+        *METHODS,
+        "fp8_per_token_to_per_tensor_quant_triton",
+        "silu_and_mul_masked_post_per_tensor_quant_fwd",
+        "cutlass_w4a8_moe_deepep_ll",
+    }
+
+
+def test_a_dense_layer_beside_it_is_bit_for_bit_the_engines(ours, engine):
+    assert ours["dense"] == engine["dense"]
+
+
+@pytest.mark.parametrize("form", ["bf16", "packed", "packed column-major"])
+def test_every_form_of_a_payload_gives_the_same_bytes_where_the_engine_serves_none(ours, engine, form):
+    assert ours["forms"][form] == ours["digest"]
+    assert engine["forms"][form] != engine["digest"]
+
+
+def test_an_fp8_payload_without_scales_is_refused_by_name(ours):
+    assert ours["forms"]["fp8 without scales"].startswith(
+        "RuntimeError: dispatch_output.hidden_states_scale: is None, must be the scales of the payload, which is "
+        "torch.float8_e4m3fn"
     )
 
 
