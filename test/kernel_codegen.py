@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -54,6 +55,8 @@ TARGETS = {
 REQUANT, SILU = "requant", "silu"
 KERNELS = {REQUANT: "_fp8_per_token_quant_to_per_tensor_quant_kernel", SILU: "_silu_and_mul_masked_quant_kernel"}
 GROUP = 128
+# What the requant reads: fp8 with float32 scales, fp8 with packed UE8M0 scales, or bfloat16 without scales.
+FP8, UE8M0, BF16 = "fp8", "ue8m0", "bf16"
 # Hidden and intermediate sizes of DeepSeek-V3 and of Kimi- and GLM-class models; 512 rows a rank over 4 ranks.
 HIDDEN, INNER = (7168, 3584), (2048, 1536)
 EXPERTS = (8, 32, 64, 128, 256)
@@ -78,6 +81,7 @@ class Geometry:
     experts: int
     launch: MaskedRowsLaunch
     problem_sizes: bool = False  # the chain's requant also writes the GEMMs' tables
+    payload: str = FP8  # of the requant; SiLU reads bfloat16
 
     @property
     def compiled_as(self) -> tuple[Any, ...]:
@@ -85,13 +89,14 @@ class Geometry:
         width = self.columns // GROUP if self.kernel == REQUANT else self.columns
         launch = self.launch
         tile = launch.col_block, launch.row_block, launch.num_warps, launch.speculative_rows > 0
-        return (self.kernel, *tile, width % launch.col_block != 0, self.problem_sizes)
+        return (self.kernel, self.payload, *tile, width % launch.col_block != 0, self.problem_sizes)
 
     def __str__(self) -> str:
         launch = self.launch
         return (
             f"{self.kernel} {self.columns} E{self.experts} tile {launch.row_block}x{launch.col_block} warps {launch.num_warps}"
             f"{' speculative' if launch.speculative_rows else ''}{' tables' if self.problem_sizes else ''}"
+            f"{'' if self.payload == FP8 else ' ' + self.payload}"
         )
 
 
@@ -104,10 +109,13 @@ def rule_geometries(warp_size: int) -> Iterator[Geometry]:
     try:
         for experts in EXPERTS:
             for expected_rows in (None, *(rows + 1 for rows in ROWS)):
-                for hidden in HIDDEN:
-                    launch = ep_moe_kernels._requant_launch(hidden // GROUP, experts, expected_rows, PADDED, device)
+                for hidden, payload in itertools.product(HIDDEN, (FP8, UE8M0, BF16)):
+                    groups, payload_bytes = hidden // GROUP, 2 if payload == BF16 else 1
+                    launch = ep_moe_kernels._requant_launch(
+                        groups, experts, expected_rows, PADDED, device, payload_bytes=payload_bytes
+                    )
                     for problem_sizes in (False, True):
-                        yield Geometry(REQUANT, hidden, experts, launch, problem_sizes)
+                        yield Geometry(REQUANT, hidden, experts, launch, problem_sizes, payload)
                 for inner in INNER:
                     launch = ep_moe_kernels._silu_launch(inner, experts, expected_rows, PADDED, device)
                     yield Geometry(SILU, inner, experts, launch)
@@ -135,6 +143,9 @@ def unusual_geometries() -> Iterator[Geometry]:
         yield Geometry(REQUANT, 7168, 1, MaskedRowsLaunch(16, 4, 1, speculative_rows=1), problem_sizes)
         yield Geometry(REQUANT, 128, 3, MaskedRowsLaunch(1, 1, 1, 8, num_warps=8), problem_sizes)
         yield Geometry(REQUANT, 7168, 2047, MaskedRowsLaunch(16, 4, 1), problem_sizes)
+    for payload in (UE8M0, BF16):
+        yield Geometry(REQUANT, 128, 1, MaskedRowsLaunch(1, 4, 1, 2, speculative_rows=1), True, payload)
+        yield Geometry(REQUANT, 896, 3, MaskedRowsLaunch(4, 4, 1), True, payload)
     yield Geometry(SILU, 2048, 1, MaskedRowsLaunch(1024, 4, 1, speculative_rows=1))
     yield Geometry(SILU, 1, 1, MaskedRowsLaunch(1, 1, 1, num_warps=1, speculative_rows=1))
     yield Geometry(SILU, 77, 3, MaskedRowsLaunch(64, 1, 1, 16, speculative_rows=5))
@@ -172,14 +183,18 @@ def _call(module: ModuleType, geometry: Geometry) -> None:
 
     masked_m = empty(experts, dtype=torch.int32)
     if geometry.kernel == REQUANT:
-        x = empty(experts, PADDED, columns, dtype=torch.float8_e4m3fn)
-        x_scale = empty(experts, columns // GROUP, PADDED).transpose(1, 2)
+        x = empty(experts, PADDED, columns, dtype=torch.bfloat16 if geometry.payload == BF16 else torch.float8_e4m3fn)
+        x_scale = None
+        if geometry.payload == FP8:
+            x_scale = empty(experts, columns // GROUP, PADDED).transpose(1, 2)
+        elif geometry.payload == UE8M0:
+            x_scale = empty(experts, -(-columns // GROUP // 4), PADDED, dtype=torch.int32).transpose(1, 2)
         tables = {}
         if geometry.problem_sizes:
             tables = {name: empty(experts, 3, dtype=torch.int32) for name in ("problem_sizes1", "problem_sizes2")}
             tables["intermediate_size"] = INNER[0]
         module.fp8_per_token_to_per_tensor_quant_triton(
-            x, x_scale, masked_m, empty(1), torch.empty_like(x), launch=launch, **tables
+            x, x_scale, masked_m, empty(1), torch.empty_like(x, dtype=torch.float8_e4m3fn), launch=launch, **tables
         )
     else:
         gate_up = empty(experts, PADDED, 2 * columns, dtype=torch.bfloat16)
@@ -287,17 +302,15 @@ def faults(geometry: Geometry, target: GPUTarget, seen: Accesses) -> list[str]:
     tile = launch.row_block * launch.col_block * (GROUP if geometry.kernel == REQUANT else 1)
     elements = max(1, tile // lanes)
     paths = 3 if launch.speculative_rows else 2
-    if geometry.kernel == REQUANT:
-        load_width = store_width = min(16, elements)
-        vectors = paths * max(1, elements // 16)
-        # One scale a vector, which lies in one group; beside them the count and the per-tensor scale.
-        scalar_limit = vectors + 2
+    element_bytes = 2 if geometry.kernel == SILU or geometry.payload == BF16 else 1
+    load_width, store_width = min(16, element_bytes * elements), min(16, elements)
+    vectors = paths * max(1, element_bytes * elements // 16)
+    if geometry.kernel == SILU:
+        # Gate and up; the count, and the scale in each phase.
+        vectors, scalar_limit = 2 * vectors, 3
     else:
-        load_width, store_width = min(16, 2 * elements), min(16, elements)
-        # Gate and up.
-        vectors = 2 * paths * max(1, 2 * elements // 16)
-        # The count, and the scale in each phase.
-        scalar_limit = 3
+        # The count and the per-tensor scale; beside them one scale a vector, which lies in one group.
+        scalar_limit = 2 + (0 if geometry.payload == BF16 else vectors)
     # Phase 2 reads all experts' counts, in one access where a lane has several.
     counts = max(1, triton.next_power_of_2(geometry.experts) // lanes)
     scalar_limit += counts
@@ -382,7 +395,8 @@ def broken(kind: str, directory: Path, target_name: str) -> list[Finding]:
     Kinds: ``element-wise-scales`` (NVIDIA only: on AMD, LLVM merges loads of one address, so that there the assembly is
     as good); ``unaligned-pointers``; ``odd-width`` (SiLU of 2047 columns).
     """
-    requant = [g for g in distinct(rule_geometries(TARGETS[target_name].warp_size)) if g.kernel == REQUANT]
+    rules = distinct(rule_geometries(TARGETS[target_name].warp_size))
+    requant = [geometry for geometry in rules if geometry.kernel == REQUANT and geometry.payload == FP8]
     if kind == "element-wise-scales":
         return examine(requant, target_name, with_element_wise_scales(directory))
     if kind == "unaligned-pointers":

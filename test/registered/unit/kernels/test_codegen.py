@@ -17,7 +17,7 @@ import kernel_codegen
 from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
-register_cpu_ci(est_time=110, suite="base-a-test-cpu")
+register_cpu_ci(est_time=140, suite="base-a-test-cpu")
 
 SCRIPT = Path(kernel_codegen.__file__)
 
@@ -152,6 +152,13 @@ def test_counts_of_many_experts_may_come_in_one_wide_load():
     seen = _seen({16: 2, 8: 1, 4: 4}, {16: 2})
     assert faults(Geometry(REQUANT, 7168, 256, launch), TARGETS["cuda:90"], seen) == []
     assert len(faults(Geometry(REQUANT, 7168, 64, launch), TARGETS["cuda:90"], seen)) == 1
+
+
+def test_a_bfloat16_payload_has_no_scales_and_stores_half_its_width():
+    geometry = Geometry(REQUANT, 7168, 64, MaskedRowsLaunch(8, 4, 4, num_warps=4), payload=kernel_codegen.BF16)
+    assert faults(geometry, TARGETS["cuda:90"], _seen({16: 2, 4: 3}, {8: 2})) == []
+    assert len(faults(geometry, TARGETS["cuda:90"], _seen({16: 2, 4: 5}, {8: 2}))) == 1
+    assert len(faults(geometry, TARGETS["cuda:90"], _seen({8: 4, 4: 3}, {8: 2}))) == 1
 
 
 def test_a_wave_of_64_lanes_halves_the_width():
