@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,51 +39,85 @@ _LANES = {
 }
 
 
+# A file goes along when most of its tests need nothing else of this package; the others are left out of it.
+_LEAST_SHARE = 0.75
+
+
 @dataclass(frozen=True)
 class Suite:
     """One test file of ours that an engine checkout can run.
 
     Attributes:
         path: below ``test/registered``, here and there.
-        source: the file.
+        source: the file, without the tests that an engine cannot run.
     """
 
     path: str
     source: Source
 
 
-def _our_imports(source: Source) -> Iterator[ast.Import | ast.ImportFrom]:
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            modules = [module for _, (module, _) in bound_imports(node)]
-            if any(module.partition(".")[0] == "sglang_w4afp8" for module in modules):
-                yield node
+def _roots(statement: ast.stmt) -> set[str]:
+    return {module.partition(".")[0] for _, (module, _) in bound_imports(statement)}
 
 
 def _portable(statement: ast.Import | ast.ImportFrom) -> bool:
-    """Whether an import of ours names nothing but the kernels and their reference."""
-    origins = [origin for _, origin in bound_imports(statement)]
+    """Whether an import names nothing of ours but the kernels and their reference."""
+    if "sglang_w4afp8" not in _roots(statement):
+        return True
     return isinstance(statement, ast.ImportFrom) and all(
         module in (_KERNELS_MODULE, _REFERENCE_MODULE) or (module, name) == (_KERNELS_PACKAGE, "ep_moe_kernels")
-        for module, name in origins
+        for _, (module, name) in bound_imports(statement)
     )
 
 
-def _available(source: Source) -> bool:
-    """Whether an engine's test environment has everything that a file imports."""
-    origins = [origin for node in ast.walk(source.tree) if isinstance(node, ast.stmt) for origin in bound_imports(node)]
-    return all(module.partition(".")[0] in _AVAILABLE for _, (module, _) in origins)
+def _tests(statements: Iterable[ast.stmt]) -> int:
+    return sum(isinstance(s, ast.FunctionDef) and s.name.startswith("test_") for s in statements)
+
+
+def _trimmed(source: Source) -> Source | None:
+    """A test file without what needs more of this package; None where too little is left, or it is not ours to give."""
+    if not any(module == _KERNELS_MODULE for s in source.imports for _, (module, _) in bound_imports(s)):
+        return None
+    body = source.tree.body
+    left_out: list[ast.stmt] = [statement for statement in source.imports if not _portable(statement)]
+    lost = {name for statement in left_out for name, _ in bound_imports(statement)}
+    while True:
+        more = [s for s in body if s not in left_out and used(s) & lost]
+        if not more:
+            break
+        left_out += more
+        lost |= {name for statement in more for name in defined(statement)}
+    kept = [statement for statement in body if statement not in left_out]
+    if _tests(kept) < _LEAST_SHARE * _tests(body):
+        return None
+    mentioned = {name for statement in left_out for name in used(statement)}
+    needed = {name for statement in kept for name in used(statement)}
+    unused = [
+        s
+        for s in source.imports
+        if s in kept and all(name in mentioned and name not in needed for name, _ in bound_imports(s))
+    ]
+    edits = [source.removal(s) for s in left_out if not isinstance(s, ast.Import | ast.ImportFrom)]
+    edits += [
+        Edit(source.start(s), source.at((s.end_lineno or 0) + 1), b"")
+        for s in [*left_out, *unused]
+        if isinstance(s, ast.Import | ast.ImportFrom)
+    ]
+    trimmed = Source(source.name, source.edited(edits))
+    inside = [node for node in ast.walk(trimmed.tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    if not all(_portable(node) and _roots(node) <= _AVAILABLE for node in inside):
+        return None
+    return trimmed
 
 
 def suites() -> list[Suite]:
-    """Every test file of the two folders that needs nothing of this package but the kernels and their reference."""
+    """Every test file of the two folders that an engine can run, most of it at least."""
     found = []
     for folder in FOLDERS:
         for path in sorted((REGISTERED / folder).glob("test_*.py")):
-            source = Source(f"{folder}/{path.name}", path.read_bytes())
-            ours = list(_our_imports(source))
-            if ours and all(_portable(statement) for statement in ours) and _available(source):
-                found.append(Suite(source.name, source))
+            trimmed = _trimmed(Source(f"{folder}/{path.name}", path.read_bytes()))
+            if trimmed is not None:
+                found.append(Suite(trimmed.name, trimmed))
     return found
 
 

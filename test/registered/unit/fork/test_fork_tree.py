@@ -492,6 +492,27 @@ def test_only_tests_that_an_engine_can_run_go_along():
         assert "hypothesis" not in suite.source.data.decode() and "launch_table" not in suite.source.data.decode()
 
 
+def test_a_test_that_needs_more_of_ours_stays_behind_and_the_rest_of_its_file_goes(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels/ops/moe"
+    folder.mkdir(parents=True)
+    head = (
+        "import mmap\n"
+        "import os\n"
+        "from sglang_w4afp8.bench import streaming\n"
+        "from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import requant_launch_geometry\n\n\n"
+    )
+    helper = "def helper():\n    return streaming.run(mmap.PAGESIZE)\n\n\n"
+    needs_more = "# Against the engine.\ndef test_needs_more():\n    assert helper() == os.sep\n\n\n"
+    tests = "".join(f"def test_{i}():\n    assert requant_launch_geometry and os\n\n\n" for i in range(3))
+    (folder / "test_most.py").write_text(head + helper + needs_more + tests)
+    (folder / "test_half.py").write_text(head + helper + needs_more + tests[: tests.index("def test_1")])
+    monkeypatch.setattr(suites, "REGISTERED", tmp_path)
+    (suite,) = suites.suites()
+    assert suite.path == "kernels/ops/moe/test_most.py"
+    kept = head.replace("import mmap\n", "").replace("from sglang_w4afp8.bench import streaming\n", "")
+    assert suite.source.data.decode() == kept + tests
+
+
 # --- the ledger and our own modules ---
 
 
