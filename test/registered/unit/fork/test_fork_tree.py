@@ -443,7 +443,7 @@ def test_the_diff_is_what_is_written(checkout, capsys):
 # --- tests in a checkout ---
 
 
-def test_tests_go_along_with_the_engines_imports_lanes_and_their_own_reference(checkout, checker):
+def test_tests_go_along_with_the_engines_imports_lanes_and_their_own_reference(checkout, monkeypatch):
     for version, module, lanes in (
         (OLD, "sglang.srt.layers.moe.ep_moe.kernels", ["stage-a-test-cpu", "stage-b-kernel-unit-1-gpu-large"]),
         (NEW, "sglang.kernels.ops.moe.ep_moe_kernels", ["base-a-test-cpu", "base-b-kernel-unit-test-1-gpu-large"]),
@@ -463,14 +463,11 @@ def test_tests_go_along_with_the_engines_imports_lanes_and_their_own_reference(c
             assert used and set(used) <= set(lanes)
         requant = next(path for path in written if "per_tensor_quant" in path.name)
         assert edits.REQUANT.replace("_triton", "_reference") in definitions(requant)
-        # The engine's own parser takes them.
-        parsed = checker.source.Source("ci", (root / "python/sglang/test/ci/ci_register.py").read_bytes())
-        namespace: dict = {"__name__": "ci_register"}
-        module_object = types.ModuleType("ci_register")
-        sys.modules["ci_register"] = module_object
-        namespace = module_object.__dict__
-        exec(compile(parsed.tree, "ci_register", "exec"), namespace)
-        registered = namespace["collect_tests"]([str(path) for path in written], sanity_check=True)
+        # The engine's own parser takes them. Its dataclasses look their module up.
+        parser = types.ModuleType("ci_register")
+        monkeypatch.setitem(sys.modules, parser.__name__, parser)
+        exec((root / "python/sglang/test/ci/ci_register.py").read_text(), parser.__dict__)
+        registered = parser.collect_tests([str(path) for path in written], sanity_check=True)
         assert {entry.effective_suite for entry in registered} == set(lanes)
 
 

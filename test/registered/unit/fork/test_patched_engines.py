@@ -14,7 +14,7 @@ from sglang_w4afp8 import __version__
 from sglang_w4afp8.fork import tree
 from sglang_w4afp8.fork.cli import main
 
-register_cpu_ci(est_time=240, suite="base-a-test-cpu")
+register_cpu_ci(est_time=220, suite="base-a-test-cpu")
 
 # One version of each kind: old place of the kernels, new place, legacy requant of another shape, re-tuned requant.
 VERSIONS = ("0.5.12", "0.5.17", "0.5.18", "0.5.23")
