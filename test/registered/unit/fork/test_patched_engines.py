@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from engine_process import engine_root, overlay, run_script
-from sglang_w4afp8 import __version__
+from engine_process import engine_root, overlay, run_script, write
+from sglang_w4afp8 import __version__, guard, plugin
 from sglang_w4afp8.fork import tree
 from sglang_w4afp8.fork.cli import main
 
@@ -71,8 +71,9 @@ def test_geometry_and_interpreter_suites_pass_in_a_patched_tree(checkout, versio
         assert run_tests(root, requant) > 100
 
 
-def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(unpacked, tmp_path):
-    """The engine's loader over a tree whose four functions carry the in-tree patch."""
+@pytest.fixture
+def patched_engine(unpacked, tmp_path):
+    """The installed engine with the in-tree patch over it."""
     import sglang.version
 
     root = unpacked(sglang.version.__version__)
@@ -83,7 +84,42 @@ def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(un
         # The installed engine's own file is what is patched.
         assert (engine_root() / name).read_bytes() == change.before
         written[name] = change.after.decode()
-    engine = overlay(tmp_path / "engine", written)
+    return overlay(tmp_path / "engine", written)
+
+
+def test_the_installed_engine_runs_patched_without_this_package(patched_engine, tmp_path):
+    # Without a driver sgl_kernel does not load, and the chain's module with it.
+    stub = (
+        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return print\n"
+    )
+    files = {} if os.path.exists("/dev/nvidiactl") else {"sgl_kernel/__init__.py": stub}
+    code = """
+    import inspect, sys
+    sys.modules["sglang_w4afp8"] = None
+    import torch
+    from sglang.srt.layers.moe import cutlass_w4a8_moe as chain
+    from sglang.srt.layers.quantization import w4afp8 as method
+    requant = chain.fp8_per_token_to_per_tensor_quant_triton
+    x = (torch.arange(3 * 5 * 256) % 17 - 8).float().view(3, 5, 256).to(torch.float8_e4m3fn)
+    scale, rows, output = torch.full((3, 5, 2), 2.0), torch.tensor([5, 0, 2], dtype=torch.int32), torch.zeros_like(x)
+    requant(x=x, x_scale=scale, masked_m=rows, output_scale=torch.tensor([0.5]), output=output, expected_rows=3)
+    live = (torch.arange(5)[None, :] < rows[:, None])[:, :, None]
+    result = [
+        requant.__module__,
+        chain._SGLANG_W4AFP8_IN_TREE,
+        method._SGLANG_W4AFP8_IN_TREE,
+        inspect.signature(chain.cutlass_w4a8_moe_deepep_ll).parameters["expected_m"].default,
+        torch.equal(output.float(), torch.where(live, x.float() * 4, 0)),
+    ]
+    """
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "SGLANG_PLUGINS": "none"}
+    done = run_script(code, [patched_engine, write(tmp_path / "stub", files)], **environment)
+    module = guard.check_target(plugin.LEDGER[0].targets[0], guard.engine_roots(), None).module
+    assert done.result == [module, __version__, __version__, None, True]
+
+
+def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(patched_engine):
+    """The engine's loader over a tree whose four functions carry the in-tree patch."""
     code = """
     from sglang.srt.plugins import load_plugins
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -93,7 +129,7 @@ def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(un
     states = {status.name: status.state.value for status in lifecycle.report().patches}
     result = [[name for name, state in states.items() if state == "in tree"], hooks]
     """
-    done = run_script(code, [engine], SGLANG_W4AFP8_PATCHES=",".join(IN_TREE), SGLANG_W4AFP8_STRICT="1")
+    done = run_script(code, [patched_engine], SGLANG_W4AFP8_PATCHES=",".join(IN_TREE), SGLANG_W4AFP8_STRICT="1")
     assert done.result == [IN_TREE, []]
     (line,) = done.lines("standing down for")
     assert line.endswith(f"standing down for {', '.join(IN_TREE)}: already in tree, version {__version__}")
