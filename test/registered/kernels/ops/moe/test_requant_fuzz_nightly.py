@@ -1,0 +1,35 @@
+"""2,000 random calls of the requant over every payload format, against float64; other ones every night.
+
+The seed is in the log of every run; ``W4AFP8_FUZZ_SEED`` repeats one.
+"""
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import given, seed, settings
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+import payload_fuzz
+
+register_cuda_ci(est_time=400, suite="base-b-kernel-unit", nightly=True)
+register_cpu_ci(est_time=400, suite="base-b-kernel-unit", nightly=True)
+
+SEED = int(os.environ.get("W4AFP8_FUZZ_SEED") or random.SystemRandom().randrange(2**32))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def seed_in_the_log(request):
+    payload_fuzz.print_seed(request, SEED)
+
+
+@seed(SEED)
+@settings(max_examples=2000, derandomize=False, database=None, deadline=None, print_blob=True)
+@given(payload_fuzz.payloads())
+def test_2000_random_calls(payload):
+    payload_fuzz.check(payload)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
