@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -76,7 +77,8 @@ def tritons(versions: Sequence[str], cache: Path | None = None) -> dict[str, Pat
             staging = _staging(folder)
             try:
                 _pip("install", f"triton=={version}", f"--target={staging / 'site'}")
-                (staging / "site").replace(folder / version)
+                with contextlib.suppress(OSError):  # somebody else was faster
+                    (staging / "site").replace(folder / version)
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
     return {version: folder / version for version in versions}

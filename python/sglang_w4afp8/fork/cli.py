@@ -89,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ForkError, OSError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return _DIFFERS
+    except ModuleNotFoundError as error:  # a bare interpreter, where no engine is installed
+        print(f"refused: {error}: pip install {error.name}", file=sys.stderr)
+        return _DIFFERS
     return 0
 
 
