@@ -29,11 +29,9 @@ stage_tune() {
   command_line tune streaming --out "$out" && cp "$out"/streaming_*.json python/sglang_w4afp8/configs/
 }
 stage_bench() {
-  local kind name
-  for kind in requant silu layer; do
-    name=$kind; [ "$kind" = layer ] && name=streaming
-    command_line bench "$kind" --out "$out/$name$tag.json" || return
-  done
+  command_line bench requant --out "$out/requant$tag.json" &&
+    command_line bench silu --out "$out/silu$tag.json" &&
+    command_line bench layer --out "$out/streaming$tag.json"
 }
 stage_gemm() {
   python3 benchmark/gemm_tiles.py "${library[@]}" --output "$out/gemm_tiles$tag.json" ${GEMM_ARGUMENTS:-}

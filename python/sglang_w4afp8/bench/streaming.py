@@ -147,7 +147,7 @@ def check_same_bytes(
     _poison(output)
     run_ours()
     if not torch.equal(output.view(torch.uint8), expected.view(torch.uint8)):
-        raise MismatchError(f"{what}: our bytes differ from the engine's")
+        raise MismatchError(f"{what}: our bytes differ from those they are compared with")
 
 
 class RequantBuffers:

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import run_metadata, write_json
 
-KINDS = ("requant", "silu", "layer")
+# What is measured, and the results file of it.
+KINDS = {"requant": "requant.json", "silu": "silu.json", "layer": "streaming.json"}
 # Hidden sizes of DeepSeek-V3 and Kimi-class models; intermediate sizes of the former and of GLM-class ones.
 HIDDEN = (7168, 3584)
 INNER = (2048, 1536)
@@ -109,8 +110,10 @@ def run(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-w4afp8 bench", description=__doc__.partition("\n\n")[0])
-    parser.add_argument("kind", choices=KINDS, help="what to measure; `layer` is a layer's streaming steps together")
-    parser.add_argument("--out", type=Path, help="results file (default: <kind>.json here)")
+    parser.add_argument(
+        "kind", choices=list(KINDS), help="what to measure; `layer` is a layer's streaming steps together"
+    )
+    parser.add_argument("--out", type=Path, help="results file (default: here, by its usual name)")
     parser.add_argument("--experts", type=int, nargs="+", default=list(streaming.EXPERTS), help="local experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
     parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
@@ -124,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         print("bench: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
-    out = options.out or Path(f"{options.kind}.json")
+    out = options.out or Path(KINDS[options.kind])
     cells = run(options.kind, out, options.experts, options.rows, options.padded, options.repeats)
     print(summarize(cells))
     return 0

@@ -75,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
     if "streaming" in options.kinds:
         path = folder / tuned_config.file_name(launch_table.KIND, gpu)
         tune_streaming.tune(path, options.hidden, options.inner, options.experts, options.rows, keep=not options.fresh)
+        tuned_config.clear_cache()
+        launch_table.clear_cache()
         print(path)
     if "gemm" in options.kinds:
         try:

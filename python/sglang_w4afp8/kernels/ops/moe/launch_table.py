@@ -15,12 +15,18 @@ from typing import Any
 import torch
 
 from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
 KIND = "streaming"
 # Raised whenever the kernels' schedule changes, so that launches tuned for another schedule are not used.
 SCHEDULE = "2"
 _KERNELS = ("requant", "silu")
+# Bounds of what compiles and launches everywhere: threads of a block, programs along the grid's last two axes (which the
+# experts share), elements of one Triton tensor. Beyond them a launch would fail in the server, so the file is refused.
+_NUM_WARPS_MAX = 16
+_PROGRAMS_MAX = 32_768
+_TILE_ELEMENTS_MAX = 2**20
 
 
 @dataclass(frozen=True)
@@ -59,26 +65,41 @@ class MeasuredLaunch:
 Table = Mapping[str, Mapping[int, Mapping[int, tuple[MeasuredLaunch, ...]]]]
 
 
-def _integer(entry: Mapping[str, Any], field: str, least: int = 1, power_of_two: bool = False) -> int:
+def _integer(
+    entry: Mapping[str, Any], field: str, least: int = 1, most: int = 2**20, power_of_two: bool = False
+) -> int:
     value = entry[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{field}: is {value!r}, must be an integer of at least {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{field}: is {value!r}, must be an integer from {least} to {most}")
     if power_of_two and value & (value - 1):
         raise ValueError(f"{field}: is {value}, must be a power of two")
     return value
 
 
-def _parse_launch(entry: Mapping[str, Any]) -> MeasuredLaunch:
-    return MeasuredLaunch(
+def _parse_launch(entry: Mapping[str, Any], elements_of_column: int) -> MeasuredLaunch:
+    launch = MeasuredLaunch(
         expected_m=_integer(entry, "expected_m"),
         col_block=_integer(entry, "col_block", power_of_two=True),
-        m_grid=_integer(entry, "m_grid"),
-        cap_slack=_integer(entry, "cap_slack"),
+        m_grid=_integer(entry, "m_grid", most=_PROGRAMS_MAX),
+        cap_slack=_integer(entry, "cap_slack", most=1024),
         row_block=_integer(entry, "row_block", power_of_two=True),
-        num_warps=_integer(entry, "num_warps", power_of_two=True),
-        overflow_experts=_integer(entry, "overflow_experts"),
-        speculative_slack=_integer(entry, "speculative_slack", least=0),
+        num_warps=_integer(entry, "num_warps", most=_NUM_WARPS_MAX, power_of_two=True),
+        overflow_experts=_integer(entry, "overflow_experts", most=_PROGRAMS_MAX),
+        speculative_slack=_integer(entry, "speculative_slack", least=0, most=1024),
     )
+    tile = launch.row_block * launch.col_block * elements_of_column
+    if tile > _TILE_ELEMENTS_MAX:
+        raise ValueError(
+            f"col_block: with row_block makes a tile of {tile} elements, must be at most {_TILE_ELEMENTS_MAX}"
+        )
+    return launch
+
+
+def _count(text: str, what: str) -> int:
+    """A key of the file that is a number; a look-up takes its logarithm."""
+    if int(text) < 1:
+        raise ValueError(f"{what}: is {text}, must be at least 1")
+    return int(text)
 
 
 def parse(data: Mapping[str, Any]) -> Table:
@@ -90,10 +111,15 @@ def parse(data: Mapping[str, Any]) -> Table:
     for kernel, by_columns in data.items():
         for columns, by_experts in by_columns.items():
             for experts, entries in by_experts.items():
-                launches = sorted((_parse_launch(entry) for entry in entries), key=lambda entry: entry.expected_m)
+                # A column of the requant is a scale group.
+                width = 128 if kernel == "requant" else 1
+                launches = sorted(
+                    (_parse_launch(entry, width) for entry in entries), key=lambda entry: entry.expected_m
+                )
                 if not launches:
                     raise ValueError(f"{kernel} {columns} {experts}: no launches")
-                table.setdefault(kernel, {}).setdefault(int(columns), {})[int(experts)] = tuple(launches)
+                of_columns = table.setdefault(kernel, {}).setdefault(_count(columns, "columns"), {})
+                of_columns[_count(experts, "experts")] = tuple(launches)
     return table
 
 
@@ -137,3 +163,9 @@ def lookup(
     gpu = tuned_config.gpu_name(device.index)
     table = _table(gpu) if gpu else None
     return choose(table, kernel, num_experts, columns, expected_rows) if table else None
+
+
+def clear_cache() -> None:
+    """Forget the loaded table and every launch chosen from it, after tuning in the same process."""
+    _table.cache_clear()
+    ep_moe_kernels.set_launch_lookup(lookup)

@@ -111,6 +111,32 @@ def test_zero_is_refused_by_name(field):
         launch_table.parse(one(**{field: 0}))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_warps", 64),
+        ("m_grid", 100_000),
+        ("overflow_experts", 100_000),
+        ("cap_slack", 2**40),
+        ("speculative_slack", 2**40),
+        ("expected_m", 2**40),
+        ("col_block", 2**14),
+        ("row_block", 2**21),
+    ],
+)
+def test_what_no_gpu_launches_is_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"^{field}: .*must be "):
+        launch_table.parse(one(**{field: value}))
+
+
+@pytest.mark.parametrize("count", ["0", "-8"])
+@pytest.mark.parametrize("what", ["columns", "experts"])
+def test_a_size_below_one_is_refused_by_name(what, count):
+    by_experts = {count if what == "experts" else "64": [entry()]}
+    with pytest.raises(ValueError, match=rf"^{what}: is {count}, must be at least 1"):
+        launch_table.parse({"requant": {count if what == "columns" else "56": by_experts}})
+
+
 @pytest.mark.parametrize("field", ["col_block", "row_block", "num_warps"])
 def test_tiles_are_powers_of_two(field):
     with pytest.raises(ValueError, match=rf"^{field}: is 12, must be a power of two"):
