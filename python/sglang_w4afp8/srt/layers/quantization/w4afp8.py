@@ -117,7 +117,8 @@ def _share_scales(layer: Any, scales: torch.Tensor, problems: list[str]) -> None
         return
     faulty = scales.new_tensor([float(bool(problems))])
     shared = torch.cat([torch.zeros_like(scales) if problems else scales, faulty])
-    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=group.device_group)
+    ranks = group.cpu_group if shared.device.type == "cpu" else group.device_group
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX, group=ranks)
     *values, anywhere = shared.tolist()
     if anywhere and not problems:
         problems.append(f"{' and '.join(_INPUT_SCALES)}: {_layer_name(layer)} has a faulty one on another rank")
@@ -141,7 +142,8 @@ def apply_deepep_normal(original: Callable[..., Any], self: Any, layer: Any, dis
     Raises:
         RuntimeError: an fp8 payload without scales.
     """
-    payload, scales = dispatch_output.hidden_states, dispatch_output.hidden_states_scale
+    # Not every dispatcher that comes this way has scales.
+    payload, scales = dispatch_output.hidden_states, getattr(dispatch_output, "hidden_states_scale", None)
     if isinstance(payload, tuple):
         payload, scales = payload
     if payload.dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
@@ -149,8 +151,8 @@ def apply_deepep_normal(original: Callable[..., Any], self: Any, layer: Any, dis
             raise RuntimeError(
                 f"dispatch_output.hidden_states_scale: is None, must be the scales of the payload, which is {payload.dtype}"
             )
-        payload, scales = _dequantize(payload, scales), None
-    return original(self, layer, dispatch_output._replace(hidden_states=payload, hidden_states_scale=scales))
+        dispatch_output = dispatch_output._replace(hidden_states=_dequantize(payload, scales), hidden_states_scale=None)
+    return original(self, layer, dispatch_output)
 
 
 def _dequantize(payload: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

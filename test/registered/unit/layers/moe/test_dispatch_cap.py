@@ -109,6 +109,17 @@ def test_once_per_process_and_a_warning_where_nothing_is_certain(monkeypatch, ca
     assert "must be at least 400: up to 400 requests may run" in caplog.text
 
 
+def test_an_engine_that_says_it_otherwise_starts_all_the_same(monkeypatch, caplog):
+    def unavailable():
+        raise RuntimeError("derived parallel width is not available")
+
+    monkeypatch.setattr(dispatch_cap, "_checked", False)
+    monkeypatch.setattr(engine_state, "setting", SERVER.get)
+    monkeypatch.setattr(engine_state, "attention_ranks", unavailable)
+    dispatch_cap.check()
+    assert f"{CAP} is not compared with what the server dispatches: RuntimeError('derived" in caplog.text
+
+
 def _engine(monkeypatch, **modules):
     def load(name):
         if name not in modules:

@@ -193,7 +193,7 @@ from sglang.srt.distributed import parallel_state
 
 rank = RANK
 dist.init_process_group("gloo", init_method="file://STORE", rank=rank, world_size=2)
-group = SimpleNamespace(world_size=2, device_group=dist.group.WORLD)
+group = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD)
 parallel_state.get_moe_ep_group = lambda: group
 settings = {"enable_eplb": False}
 engine_state.setting = settings.get
