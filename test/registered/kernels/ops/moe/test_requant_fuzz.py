@@ -4,11 +4,11 @@ import sys
 
 import pytest
 from hypothesis import given, seed, settings
-from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.ci.ci_register import register_cpu_ci
 
 import payload_fuzz
 
-register_cuda_ci(est_time=60, suite="base-b-kernel-unit")
+# On a GPU every call would be compiled anew: benchmark/fuzz_device.py is the fuzzer there.
 register_cpu_ci(est_time=40, suite="base-b-kernel-unit")
 
 SEED = 20
