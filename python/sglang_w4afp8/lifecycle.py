@@ -24,6 +24,7 @@ class State(str, Enum):
 
     ACTIVE = "active"
     IN_TREE = "in tree"
+    NOT_IN_TREE = "not in the tree"
     NOT_NEEDED = "not needed"
     NOT_SELECTED = "not selected"
     STANDING_DOWN = "standing down"

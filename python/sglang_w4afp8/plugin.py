@@ -165,7 +165,7 @@ LEDGER: tuple[Patch, ...] = (
         name="problem_sizes",
         targets=(),
         what="Lets our requant's launch write the problem-size tables of both grouped GEMMs.",
-        why="A launch of its own for two small tables costs more than a microsecond per layer.",
+        why="The engine starts a kernel of its own in every layer, only to write two small tables.",
         upstream=None,
         removable="with the patches it needs",
         requires=("requant", "expected_m"),
@@ -476,8 +476,10 @@ def _follow_requirements(statuses: dict[str, PatchStatus]) -> dict[str, PatchSta
     for patch in LEDGER:  # the ledger lists a patch after those that it needs
         for needed in (result[name] for name in patch.requires):
             if result[patch.name].state is State.ACTIVE and needed.state is not State.ACTIVE:
+                # The tree's own code runs in its place, and that has no such step.
+                state = State.NOT_IN_TREE if needed.state is State.IN_TREE else needed.state
                 reason = f"needs {needed.name}, which is {needed.state.value}"
-                result[patch.name] = replace(needed, name=patch.name, reason=reason)
+                result[patch.name] = replace(needed, name=patch.name, state=state, reason=reason)
     return result
 
 
@@ -487,8 +489,11 @@ def _announce_plan(statuses: dict[str, PatchStatus], blocked: str) -> None:
 
     in_tree = [status for status in statuses.values() if status.state is lifecycle.State.IN_TREE]
     if in_tree:
-        names = ", ".join(status.name for status in in_tree)
-        lifecycle.announce(logging.INFO, f"sglang-w4afp8: standing down for {names}: {in_tree[0].reason}")
+        text = f"standing down for {', '.join(status.name for status in in_tree)}: {in_tree[0].reason}"
+        missing = [status.name for status in statuses.values() if status.state is lifecycle.State.NOT_IN_TREE]
+        if missing:
+            text += f"; the tree does not carry {', '.join(missing)}"
+        lifecycle.announce(logging.INFO, f"sglang-w4afp8: {text}")
     for status in statuses.values():
         if status.failed and not blocked:
             lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {status.name} stands down: {status.reason}")

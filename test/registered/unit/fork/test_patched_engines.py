@@ -21,8 +21,9 @@ VERSIONS = ("0.5.12", "0.5.17", "0.5.18", "0.5.23")
 # Of the other kernel suites a part: the code under test is the same in every tree, and the requant's whole suite runs in each.
 PART = "column-major or hot_expert or problem_sizes or clamped or untouched or known_values or straight or special_bf16"
 
-# What the plugin leaves to such a tree: the patches that are in it, and the steps inside one of them.
-IN_TREE = ["requant", "expected_m", "silu", "problem_sizes", "gemm"]
+# What the plugin leaves to such a tree: the patches that are in it; and the steps inside one of them, which are not.
+IN_TREE = ["requant", "expected_m", "silu"]
+NOT_IN_TREE = ["problem_sizes", "gemm"]
 
 # What the kernels' file takes from its engine when it is imported.
 STUBS = {
@@ -124,12 +125,17 @@ def test_the_plugin_stands_down_with_one_line_on_the_installed_engine_patched(pa
     from sglang_w4afp8 import lifecycle
     hooks = [target for target in HookRegistry._hooks if "moe" in target or "w4afp8" in target]
     states = {status.name: status.state.value for status in lifecycle.report().patches}
-    result = [[name for name, state in states.items() if state == "in tree"], hooks]
+    result = [[name for name, state in states.items() if state == wanted] for wanted in ("in tree", "not in the tree")]
+    result.append(hooks)
     """
-    done = run_script(code, [patched_engine], SGLANG_W4AFP8_PATCHES=",".join(IN_TREE), SGLANG_W4AFP8_STRICT="1")
-    assert done.result == [IN_TREE, []]
+    patches = ",".join(IN_TREE + NOT_IN_TREE)
+    done = run_script(code, [patched_engine], SGLANG_W4AFP8_PATCHES=patches, SGLANG_W4AFP8_STRICT="1")
+    assert done.result == [IN_TREE, NOT_IN_TREE, []]
     (line,) = done.lines("standing down for")
-    assert line.endswith(f"standing down for {', '.join(IN_TREE)}: already in tree, version {__version__}")
+    assert line.endswith(
+        f"standing down for {', '.join(IN_TREE)}: already in tree, version {__version__}; "
+        f"the tree does not carry {', '.join(NOT_IN_TREE)}"
+    )
 
 
 if __name__ == "__main__":
