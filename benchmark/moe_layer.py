@@ -24,8 +24,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
+from gemm_tiles import load_kernel
 from sglang_w4afp8 import lifecycle
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import interleaved_medians, run_metadata, write_json
@@ -205,18 +207,6 @@ def run(options: argparse.Namespace, kernel: Callable[..., Any], version: str) -
         done.append({**entry, **{f"{name}_us": round(us, 2) for name, us in medians.items()}})
         write_json(options.out, {"meta": meta, "cells": done})
     return right
-
-
-def load_kernel(library: Path | None, version: str | None) -> tuple[Callable[..., Any], str]:
-    """The grouped GEMM and its version, from a plain op library or from the installed ``sgl_kernel``."""
-    if library is None:
-        import sgl_kernel
-
-        return sgl_kernel.cutlass_w4a8_moe_mm, version or w4a8_gemm.kernel_version() or sgl_kernel.__version__
-    if version is None:
-        raise SystemExit("--kernel-library needs --kernel-version")
-    torch.ops.load_library(str(library))
-    return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, version
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import moe_layer
+from gemm_tiles import load_kernel
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import interleaved_medians, run_metadata, write_json
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
@@ -174,7 +175,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("two_kernels: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
-    kernel, version = moe_layer.load_kernel(options.kernel_library, options.kernel_version)
+    kernel, version = load_kernel(options.kernel_library, options.kernel_version)
     moe_layer.make_every_patch_live(kernel)
     options.bandwidth = stream_bandwidth(torch.device("cuda"))
     meta = run_metadata(sglang_kernel=version, stream_bytes_per_us=round(options.bandwidth))

@@ -15,7 +15,8 @@ Launch parameters are hints: any of them gives the same bytes. They come from a 
 shape, otherwise from :func:`requant_launch_geometry`.
 
 Ideas measured on prototypes on one H200, K = 7168, us without -> with the idea ("re-tuned" is the kernel of sglang 0.5.19 -
-0.5.23 in the same run; the figures are those of ``benchmark/results/h200/requant_design.json``):
+0.5.23 in the same run, in brackets where there were two runs; the figures are those of
+``benchmark/results/h200/requant_design.json``):
 
 ====================================================  ======================  ===================================
 idea                                                  experts x rows, load    outcome
@@ -23,7 +24,7 @@ idea                                                  experts x rows, load    ou
 blocks of 2 - 8 rows, one round trip a block          64 x 32, skew16         kept: 7.49 -> 7.13, re-tuned 8.74
 programs of their own for phase 2                     8 x 128, skew16         kept: 5.13 -> 4.88, re-tuned 6.40
 first rows loaded before their count is known         64 x 4, random          kept where it wins: 2.70 -> 2.54
-payload loads wait for no scale and no count          64 x 1, even            kept: 2.03 -> 1.79, re-tuned 2.17
+payload loads wait for no scale and no count          64 x 1, even            kept, two runs: 2.03 (2.21) -> 1.79 (2.17)
 one flat row list for everything (persistent)         64 x 32, random         rejected: 7.11 -> 10.01
 row loop unrolled by four                             256 x 32, random        rejected: 34.7 -> 35.4
 next block loaded by hand before the store            64 x 8, random          rejected: 3.32 -> 4.60
@@ -53,8 +54,8 @@ _DEFAULT_WARP_SIZE = 32
 # leave its second row waiting for its first.
 _REQUANT_M_GRID_MAX = 32
 _REQUANT_M_GRID_MIN = 4
-# Below this many rows per expert the launch, not memory, is the limit, and 1024 programs a tile are as many as the chip
-# starts in the time that one row takes (an empty program costs 0.6 ns on an H200).
+# Below this many rows per expert the launch, not memory, is the limit: programs that find no row are not free, so no more
+# than 1024 are started for one tile.
 _REQUANT_ROWS_SATURATED = 64
 _REQUANT_TARGET_PROGRAMS = 1024
 # Twice the expected rows stay with their own expert: ordinary variation is then no overflow.
