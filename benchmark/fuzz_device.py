@@ -57,8 +57,8 @@ SPECIAL = (float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-40, -1e-40, 
 class Config:
     """What is compiled once.
 
-    ``row_cap`` and ``speculative`` are classes of the launch's integers, which the compiler tells apart: "one",
-    "sixteens" (multiples of 16) or "any" (neither).
+    ``row_cap`` and ``speculative`` are classes of the launch's integers that a compiler could tell apart ("one", "sixteens":
+    multiples of 16, "any": neither): the kernels ask it not to, and the fuzzer does not rely on that.
     """
 
     kernel: str

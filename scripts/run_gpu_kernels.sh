@@ -21,8 +21,9 @@ fi
 
 stage_unit() {
   local workers=()
-  python3 -c 'import xdist' 2>/dev/null && workers=(-n 12)
-  python3 -m pytest -q "${workers[@]}" -p no:cacheprovider test/registered/kernels/ops/moe --junitxml="$out/unit$tag.xml" | tail -15
+  python3 -c 'import xdist' 2>/dev/null && workers=(-n 12 --dist worksteal)
+  python3 test/run_suite.py --hw cuda --suite base-b-kernel-unit -- \
+    -q -rf --durations=10 "${workers[@]}" -p no:cacheprovider --junitxml="$out/unit$tag.xml" | tail -40
   python3 scripts/device_summary.py "$out/unit$tag.xml" --out "$out/kernel_unit$tag.json"
 }
 stage_tune() {
@@ -55,7 +56,7 @@ stage_sanitize() {
   return $failed
 }
 stage_fuzz() {
-  python3 benchmark/fuzz_device.py --out "$out/fuzz$tag.json"
+  python3 benchmark/fuzz_device.py --output "$out/fuzz$tag.json"
 }
 stage_demo() {
   command_line demo | tee "$out/demo$tag.txt"

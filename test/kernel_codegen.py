@@ -202,15 +202,21 @@ def _call(module: ModuleType, geometry: Geometry) -> None:
         module.silu_and_mul_masked_post_per_tensor_quant_fwd(gate_up, output, masked_m, empty(1), launch=launch)
 
 
-def _launch_arguments(module: ModuleType, geometry: Geometry) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The kernel, its arguments by name, and its compile options, as the public function launches it."""
+def _launch_arguments(
+    module: ModuleType, geometry: Geometry, target: GPUTarget
+) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The kernel, its arguments by name, and its compile options, as the public function launches it on ``target``."""
     name = KERNELS[geometry.kernel]
     kernel, recorder = getattr(module, name), _Recorder()
+    # Meta tensors belong to no backend: the target says what the device would have.
+    has_ptx = module._has_ptx
     setattr(module, name, recorder)
+    module._has_ptx = lambda device: target.backend == "cuda"
     try:
         _call(module, geometry)
     finally:
         setattr(module, name, kernel)
+        module._has_ptx = has_ptx
     arguments = dict(zip(kernel.arg_names, recorder.arguments, strict=False))
     options = {key: value for key, value in recorder.named.items() if key not in kernel.arg_names}
     arguments |= {key: value for key, value in recorder.named.items() if key in kernel.arg_names}
@@ -236,7 +242,7 @@ def compile_geometry(
     geometry: Geometry, target: GPUTarget, module: ModuleType = ep_moe_kernels, aligned: bool = True
 ) -> str:
     """Assembly (PTX, or AMD's) of one geometry."""
-    kernel, arguments, options = _launch_arguments(module, geometry)
+    kernel, arguments, options = _launch_arguments(module, geometry, target)
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]

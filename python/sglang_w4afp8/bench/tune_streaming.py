@@ -1,8 +1,9 @@
 """Measures launch candidates of the streaming kernels and writes the table that ``launch_table`` reads.
 
 A cell is one (kernel, columns, experts, rows); its candidates are timed under even, random and skewed routing, because the
-estimate that picks a launch at serving is only a mean. The score is the geometric mean over them. The search goes in
-stages: tiles and m-grid first, then, around the best of them, overflow slices, cap and speculation, and the best few again
+estimate that picks a launch at serving is only a mean. Each time is divided by the best that any candidate reached under
+that routing; the score is the geometric mean of the three quotients times the worst of them, so that no routing pays for
+another. The search goes in stages: tiles and m-grid first, then, around the best of them, overflow slices, cap and speculation, and the best few again
 with more turns.
 """
 
@@ -26,22 +27,30 @@ from sglang_w4afp8.kernels.ops.moe import launch_table
 from sglang_w4afp8.kernels.ops.moe.launch_table import MeasuredLaunch
 
 ROUTINGS = ("even", "random", "skew16")
-# (row_block, scale groups, warps) that were among the best of a wider search on an H200.
-_REQUANT_TILES = (
-    *((1, 8, w) for w in (1, 2)),
-    *((1, 16, w) for w in (2, 4)),
-    *((1, 32, w) for w in (4, 8)),
-    *((2, 8, 2), (2, 8, 4), (2, 16, 4)),
-    *((4, 4, 1), (4, 4, 4), (4, 8, 2), (4, 8, 4)),
-    *((8, 2, 1), (8, 2, 2), (8, 2, 4), (8, 4, 2), (8, 4, 4), (8, 8, 4)),
-)
-_SILU_TILES = (
-    *((1, 512, w) for w in (1, 2, 4)),
-    *((1, 1024, w) for w in (2, 4)),
-    *((1, 2048, w) for w in (4, 8)),
-    *((2, 256, 2), (2, 512, 2), (2, 512, 4), (2, 1024, 4), (2, 1024, 8)),
-    *((4, 256, 2), (4, 256, 4), (4, 512, 4), (8, 128, 2), (8, 256, 4), (8, 256, 8)),
-)
+# (row_block, scale groups or columns, warps) that were among the best of wider searches on an H200: up to 16 rows per expert,
+# where a launch is a chain of latencies, and from 16 on, where bytes in flight decide.
+_LATENCY_ROWS = 16
+_REQUANT_TILES = {
+    True: (
+        *((1, 8, 1), (1, 8, 4), (1, 16, 2), (1, 16, 4), (1, 32, 4), (1, 32, 8), (1, 64, 8), (1, 64, 16)),
+        *((2, 4, 4), (2, 8, 2), (2, 8, 4), (2, 16, 4), (2, 32, 8), (4, 4, 4), (4, 8, 4), (8, 2, 2), (8, 4, 2)),
+    ),
+    False: (
+        *((1, 4, 1), (1, 16, 2), (1, 16, 4), (1, 32, 4), (1, 32, 8), (1, 64, 8)),
+        *((2, 4, 1), (2, 8, 2), (2, 8, 4), (2, 16, 4), (2, 32, 8), (4, 4, 1), (4, 4, 2), (4, 4, 4), (4, 8, 4)),
+        *((8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 4, 2), (8, 4, 4), (16, 2, 4)),
+    ),
+}
+_SILU_TILES = {
+    True: (
+        *((1, 512, 2), (1, 512, 4), (1, 1024, 4), (1, 1024, 8), (1, 2048, 4), (1, 2048, 8)),
+        *((2, 256, 4), (2, 512, 2), (2, 512, 4), (2, 1024, 8), (4, 256, 4)),
+    ),
+    False: (
+        *((1, 512, 2), (1, 512, 4), (1, 1024, 2), (1, 1024, 4), (1, 2048, 4), (1, 2048, 8)),
+        *((2, 512, 2), (2, 512, 4), (2, 1024, 4), (4, 512, 4)),
+    ),
+}
 # Turns of a candidate in the search, and of the few that remain at its end.
 _REPEATS = 5
 _FINAL_REPEATS = 21
@@ -73,10 +82,10 @@ def _first_stage(
     for row_block, col_block, warps in tiles:
         if col_block >= 2 * columns:
             continue
-        # From half of the expected rows in flight per expert up to four times as many.
-        wanted = {max(1, math.ceil(expected_m * factor / row_block)) for factor in (0.5, 1, 2, 4)}
+        # From half of the mean rows in flight per expert up to four times as many; the estimate is one above the mean.
+        wanted = {max(1, math.ceil((expected_m - 1) * factor / row_block)) for factor in (0.5, 1, 2, 4)}
         for m_grid in sorted({min(64, triton.next_power_of_2(value)) for value in wanted}):
-            for speculative in (0, 1) if expected_m <= 9 else (0,):
+            for speculative in (0, 1) if expected_m <= _LATENCY_ROWS + 1 else (0,):
                 candidates.append(
                     MeasuredLaunch(expected_m, col_block, m_grid, 2, row_block, warps, slices, speculative)
                 )
@@ -93,14 +102,14 @@ def _second_stage(best: Sequence[MeasuredLaunch], experts: int) -> list[Measured
     ]
 
 
-def _score(
+def _times(
     candidates: Sequence[MeasuredLaunch],
     runs: Sequence[Callable[[MeasuredLaunch], Any]],
     launches: int,
     repeats: int = _REPEATS,
-) -> list[float]:
-    """Geometric mean of microseconds over the routings, per candidate; all candidates take turns."""
-    best: list[list[float]] = []
+) -> list[tuple[float, ...]]:
+    """Median microseconds per routing of every candidate; all candidates take turns."""
+    by_routing: list[list[float]] = []
     for run in runs:
         graphs = [capture(lambda r=run, c=candidate: r(c), launches) for candidate in candidates]
         times: list[list[float]] = [[] for _ in candidates]
@@ -109,8 +118,26 @@ def _score(
                 us = replay_us(graph, launches)
                 if turn:
                     elapsed.append(us)
-        best.append([sorted(elapsed)[len(elapsed) // 2] for elapsed in times])
-    return [math.exp(sum(map(math.log, per_run)) / len(per_run)) for per_run in zip(*best, strict=True)]
+        by_routing.append([sorted(elapsed)[len(elapsed) // 2] for elapsed in times])
+    return list(zip(*by_routing, strict=True))
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def _scores(times: Sequence[Sequence[float]]) -> list[float]:
+    """One number a candidate, the lower the better: the mean quotient to the best of each routing, times the worst one."""
+    best = [min(routing) for routing in zip(*times, strict=True)]
+    scores = []
+    for candidate in times:
+        quotients = [us / least for us, least in zip(candidate, best, strict=True)]
+        scores.append(_geometric_mean(quotients) * max(quotients))
+    return scores
+
+
+def _ranked(candidates: Sequence[MeasuredLaunch], times: Sequence[Sequence[float]]) -> list[MeasuredLaunch]:
+    return [launch for _, launch in sorted(zip(_scores(times), candidates, strict=True), key=lambda entry: entry[0])]
 
 
 def _runs(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, list[Callable[[MeasuredLaunch], Any]]]:
@@ -146,26 +173,24 @@ def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[Me
 
 
 def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) -> tuple[MeasuredLaunch, float]:
-    """The best launch of one cell and its score in microseconds."""
+    """The best launch of one cell, and its microseconds (geometric mean over the routings)."""
     expected_m, runs = _runs(kernel, buffers, experts, rows)
     tiles = _REQUANT_TILES if kernel == "requant" else _SILU_TILES
-    first = _first_stage(tiles, columns, expected_m, experts)
+    first = _first_stage(tiles[rows <= _LATENCY_ROWS], columns, expected_m, experts)
     _compile_ahead(runs[0], first)
     launches = launches_for(replay_us(capture(lambda: runs[0](first[0]), 4), 4))
-    scores = _score(first, runs, launches)
-    ranked = [candidate for _, candidate in sorted(zip(scores, first, strict=True), key=lambda entry: entry[0])]
+    ranked = _ranked(first, _times(first, runs, launches))
     second = _second_stage(ranked[:3], experts)
     _compile_ahead(runs[0], second)
-    rule = _rule(kernel, columns, expected_m, experts)
     finalists = [*ranked[:2], *second]
-    scores = _score(finalists, runs, launches)
-    best = [candidate for _, candidate in sorted(zip(scores, finalists, strict=True), key=lambda entry: entry[0])][:4]
-    best.append(rule)
-    scores = _score(best, runs, launches, _FINAL_REPEATS)
-    score, winner = min(zip(scores, best, strict=True), key=lambda entry: entry[0])
-    if scores[-1] <= score * _NOISE:
-        score, winner = scores[-1], rule
-    return winner, score
+    best = _ranked(finalists, _times(finalists, runs, launches))[:4]
+    best.append(_rule(kernel, columns, expected_m, experts))
+    times = _times(best, runs, launches, _FINAL_REPEATS)
+    scores = _scores(times)
+    winner = scores.index(min(scores))
+    if scores[-1] <= scores[winner] * _NOISE:
+        winner = len(best) - 1
+    return best[winner], _geometric_mean(times[winner])
 
 
 def tune(
@@ -207,11 +232,11 @@ def tune(
                 expected_m = streaming.Cell(count, streaming.PADDED, row, "even").expected_m()
                 if not any(entry.expected_m == expected_m for entry in done):
                     buffers = make_buffers() if buffers is None else buffers
-                    winner, score = tune_cell(kernel, buffers, columns, count, row)
+                    winner, microseconds = tune_cell(kernel, buffers, columns, count, row)
                     done.append(winner)
                     tuned_config.write_tuned(
                         out, metadata, launch_table.to_data({k: v for k, v in launches.items() if v})
                     )
-                    progress.set_postfix_str(f"{kernel} {columns} E{count} rows {row}: {score:.2f} us")
+                    progress.set_postfix_str(f"{kernel} {columns} E{count} rows {row}: {microseconds:.2f} us")
                 progress.update()
     return out

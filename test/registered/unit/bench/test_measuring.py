@@ -191,7 +191,7 @@ def test_the_tuner_keeps_the_fastest_and_resumes(tiny, tmp_path, monkeypatch):
         return 1.0 if all(getattr(candidate, k) == v for k, v in wanted.items()) else 2.0 + candidate.m_grid / 100
 
     Clock(monkeypatch, price)
-    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", ((1, 2, 1), (2, 1, 1)))
+    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", dict.fromkeys((True, False), ((1, 2, 1), (2, 1, 1))))
     monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
     monkeypatch.setattr(tune_streaming, "_rule", lambda *args: launch_table.MeasuredLaunch(2, 2, 4, 2, 1, 4, 1, 0))
     monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "Test GPU")
@@ -215,7 +215,7 @@ def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypat
         return 1.005 if candidate == rule else 1.0
 
     Clock(monkeypatch, price)
-    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", ((1, 2, 1), (2, 1, 1)))
+    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", dict.fromkeys((True, False), ((1, 2, 1), (2, 1, 1))))
     monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
     monkeypatch.setattr(tune_streaming, "_rule", lambda *args: rule)
     winner, score = tune_streaming.tune_cell("requant", streaming.RequantBuffers(2, 40, 256), 2, 2, 1)

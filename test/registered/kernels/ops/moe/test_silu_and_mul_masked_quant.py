@@ -367,14 +367,19 @@ def test_the_order_of_roundings_is_the_engines():
             assert output.view(torch.uint8).item() == byte
 
 
-@pytest.mark.parametrize("up", [1.0, -0.75, 300.0], ids=str)
-def test_every_finite_bfloat16_gate_gives_the_engines_byte(up):
+# The last ones lift the far negative gates, whose SiLU is about 1e-36, to numbers that a byte tells apart.
+@pytest.mark.parametrize(
+    ("up", "scale"),
+    [(1.0, 0.0371), (-0.75, 0.0371), (300.0, 0.0371), (3e38, 1.0), (3e38, 0.0371), (-1e38, 1e-2), (1e37, 1e-20)],
+    ids=str,
+)
+def test_every_finite_bfloat16_gate_gives_the_engines_byte(up, scale):
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
     finite = patterns[patterns.isfinite()].view(1, 255, 256)
     gate_up = torch.cat([finite, torch.full_like(finite, up)], dim=2).to(DEVICE)
     masked_m = torch.tensor([255], dtype=torch.int32, device=DEVICE)
     launch = MaskedRowsLaunch(256, 8, 255, 8)
-    check_against_engine(gate_up, masked_m, torch.tensor([0.0371], device=DEVICE), launch=launch)
+    check_against_engine(gate_up, masked_m, torch.tensor([scale], device=DEVICE), launch=launch)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
