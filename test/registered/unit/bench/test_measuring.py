@@ -128,14 +128,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(streaming, "PADDED", 40)
     monkeypatch.setattr(sweep, "HIDDEN", (256,))
     monkeypatch.setattr(sweep, "INNER", (128,))
-    for buffers in (streaming.RequantBuffers, streaming.SiluBuffers):
+    for buffers in (streaming.RequantBuffers, streaming.Bf16Buffers, streaming.SiluBuffers):
         monkeypatch.setattr(buffers.__init__, "__defaults__", ("cpu",))
     # The engine asks the GPU for its warp width, and there is none.
     monkeypatch.setattr(streaming._engine_kernels(), "requant_warp_size", lambda device: 32, raising=False)
     monkeypatch.setattr(streaming, "interleaved_medians", lambda providers, repeats: dict.fromkeys(providers, 2.0))
 
 
-@pytest.mark.parametrize("kind, size", [("requant", "k"), ("silu", "n"), ("layer", "n")])
+@pytest.mark.parametrize("kind, size", [("requant", "k"), ("bf16", "k"), ("silu", "n"), ("layer", "n")])
 def test_a_sweep_is_written_and_resumed(tiny, tmp_path, monkeypatch, kind, size):
     out = tmp_path / "out.json"
     cells = sweep.run(kind, out, [2], [1, 2], 40, 1)
@@ -165,6 +165,49 @@ def test_the_summary_names_the_worst_cell():
     cells = [{"rows": r, "ours_us": 2.0, "engine_us": e, "copy_us": 1.0} for r, e in ((1, 4.0), (2, 1.0))]
     text = sweep.summarize(cells)
     assert "engine/ours: geometric mean 1.000, worst 0.500 at {'rows': 2" in text
+
+
+def test_bf16_is_timed_beside_fp8_on_the_same_rows(tiny, tmp_path, monkeypatch):
+    seen = []
+
+    def medians(providers, repeats):
+        seen.append(sorted(providers))
+        return {name: {"ours": 6.0, "fp8": 4.0}.get(name, 3.0 + len(name)) for name in providers}
+
+    monkeypatch.setattr(streaming, "interleaved_medians", medians)
+    cells = sweep.run("bf16", tmp_path / "bf16.json", [2], [1], 40, 1)
+    assert seen[0] == ["copy:2048", "copy:4096", "copy_fp8:2048", "copy_fp8:4096", "fp8", "ours"]
+    figures = {"ours_us": 6.0, "fp8_us": 4.0, "copy_us": 12.0, "copy_fp8_us": 16.0, "engine_us": None}
+    assert [{name: cell[name] for name in figures} for cell in cells] == [figures] * len(streaming.ROUTINGS)
+
+
+def test_a_bf16_payload_moves_three_bytes_an_element():
+    assert streaming.bf16_bytes(10, 256) == 10 * 256 * 3
+
+
+def test_the_summary_compares_bf16_with_fp8_per_byte():
+    cell = {"k": 7168, "experts": 1, "rows": 1, "ours_us": 3.0, "copy_us": 1.5, "fp8_us": 2.0, "copy_fp8_us": 1.6}
+    lines = sweep.summarize([cell]).splitlines()
+    assert [line.partition(", worst")[0] for line in lines] == [
+        "copy/ours: geometric mean 0.500",
+        "copy/ours of fp8: geometric mean 0.800",
+        # 3 bytes an element in 3 us, against 2 bytes and its share of a scale in 2 us.
+        "bytes a second, ours over ours of fp8: geometric mean 0.985",
+    ]
+
+
+def test_bf16_is_measured_at_fewer_experts_unless_told(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sweep, "run", lambda kind, out, experts, *rest: asked.append((kind, out.name, tuple(experts))))
+    monkeypatch.setattr(sweep, "summarize", lambda cells: "")
+    for words in (["bf16"], ["bf16", "--experts", "32"], ["silu"]):
+        assert sweep.main(words) == 0
+    assert asked == [
+        ("bf16", "bf16.json", (8, 64, 256)),
+        ("bf16", "bf16.json", (32,)),
+        ("silu", "silu.json", streaming.EXPERTS),
+    ]
 
 
 @pytest.mark.parametrize("command", [sweep.main, tune.main])
