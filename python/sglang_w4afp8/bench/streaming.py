@@ -113,6 +113,14 @@ def legacy_launch(max_rows: int) -> MaskedRowsLaunch:
     return MaskedRowsLaunch(1024 // GROUP, 32, max_rows, num_warps=8)
 
 
+def silu_legacy_launch(max_rows: int) -> MaskedRowsLaunch:
+    """Launch parameters of the engine's SiLU kernel, all versions up to 0.5.23, from 4 experts up: grid (N/256, 32, E).
+
+    Run with our kernel it isolates the launch geometry; it is not the engine's kernel, whose addressing differs too.
+    """
+    return MaskedRowsLaunch(256, 32, max_rows, num_warps=4)
+
+
 def _engine_kernels() -> Any:
     try:
         from sglang.kernels.ops.moe import ep_moe_kernels
@@ -263,6 +271,7 @@ def silu_providers(buffers: SiluBuffers, cell: Cell) -> dict[str, Callable[[], A
     if engine is not None:
         providers["engine"] = lambda: engine(*arguments)
         check_same_bytes(f"silu {cell}", providers["ours"], providers["engine"], arguments[1])
+    providers["legacy"] = lambda: silu(*arguments, launch=silu_legacy_launch(cell.padded))
     moved = silu_bytes(int(arguments[2].sum()), buffers.output.size(2))
     return {**providers, **copy_providers(moved, buffers.scale.device)}
 

@@ -150,6 +150,19 @@ def test_a_sweep_is_written_and_resumed(tiny, tmp_path, monkeypatch, kind, size)
     assert [cell["ours_us"] for cell in resumed] == [2.0] * (len(cells) - 1) + [7.0]
 
 
+@pytest.mark.parametrize("kind", ["requant", "silu"])
+def test_our_kernel_is_timed_with_the_engines_geometry_too(tiny, tmp_path, kind):
+    (cell, *_) = sweep.run(kind, tmp_path / "out.json", [2], [1], 40, 1)
+    assert cell["legacy_us"] == 2.0
+
+
+def test_the_legacy_geometry_of_silu_is_the_engines():
+    # The engine starts (N / 256, 32, E) programs and knows no cap and no overflow.
+    launch = streaming.silu_legacy_launch(2048)
+    assert (launch.col_block, launch.m_grid, launch.row_cap, launch.row_block) == (256, 32, 2048, 1)
+    assert "isolates the launch geometry" in " ".join(streaming.silu_legacy_launch.__doc__.split())
+
+
 def test_results_of_another_set_up_are_not_mixed(tiny, tmp_path):
     out = tmp_path / "out.json"
     sweep.run("silu", out, [2], [1], 40, 1)
