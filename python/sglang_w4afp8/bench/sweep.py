@@ -4,7 +4,7 @@ Writes one JSON per kind after every cell, so an interrupted run resumes where i
 """
 
 import argparse
-import json
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import run_metadata, write_json
+from sglang_w4afp8.bench.measure import Results, run_metadata
 
 # What is measured, and the results file of it.
 KINDS = {"requant": "requant.json", "bf16": "bf16.json", "silu": "silu.json", "layer": "streaming.json"}
@@ -26,19 +26,6 @@ INNER = (2048, 1536)
 FEWER_EXPERTS = {"bf16": (8, 64, 256)}
 
 
-def _load_done(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Cells of an interrupted run of the same set-up; a file of another set-up is not mixed with this run."""
-    if not path.is_file():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    same = all(
-        content["meta"].get(key) == meta[key] for key in ("gpu", "driver", "torch", "triton", "sglang", "sglang_w4afp8")
-    )
-    if not same:
-        raise SystemExit(f"{path}: was measured with another set-up; move it away or name another --out")
-    return content["cells"]
-
-
 def _sweep(
     path: Path,
     shapes: Iterable[tuple[dict[str, int], Callable[[], Any]]],
@@ -46,28 +33,20 @@ def _sweep(
     cells: Sequence[streaming.Cell],
     repeats: int,
 ) -> list[dict[str, Any]]:
-    meta = run_metadata(repeats=repeats)
-    done = _load_done(path, meta)
+    results = Results(path, run_metadata(repeats=repeats))
     shapes = list(shapes)
     with tqdm(total=len(shapes) * len(cells), unit="cell", desc=path.stem, disable=None) as progress:
         for shape, make_buffers in shapes:
             buffers = None
             for cell in cells:
-                key = {
-                    **shape,
-                    "experts": cell.experts,
-                    "padded": cell.padded,
-                    "rows": cell.rows,
-                    "routing": cell.routing,
-                }
-                if not any(all(entry.get(name) == value for name, value in key.items()) for entry in done):
+                key = {**shape, **dataclasses.asdict(cell)}
+                if not results.holds(key):
                     if buffers is None:
                         buffers = make_buffers()
                     timed = streaming.measure_cell(providers(buffers, cell), repeats)
-                    done.append({**key, "expected_m": cell.expected_m(), **timed})
-                    write_json(path, {"meta": meta, "cells": done})
+                    results.add({**key, "expected_m": cell.expected_m(), **timed})
                 progress.update()
-    return done
+    return results.cells
 
 
 def _folded(label: str, ratios: Sequence[tuple[float, dict[str, Any]]]) -> str:

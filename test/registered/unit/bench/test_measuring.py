@@ -163,21 +163,47 @@ def test_the_legacy_geometry_of_silu_is_the_engines():
     assert "isolates the launch geometry" in " ".join(streaming.silu_legacy_launch.__doc__.split())
 
 
+SET_UP = {
+    "gpu": "NVIDIA H200",
+    "driver": "1",
+    "torch": "2",
+    "triton": "3",
+    "sglang": None,
+    "sglang_kernel": "0.4.5",
+    "sglang_w4afp8": "0.1.0",
+}
+
+
 def test_results_of_another_set_up_are_not_mixed(tiny, tmp_path):
     out = tmp_path / "out.json"
     sweep.run("silu", out, [2], [1], 40, 1)
     content = json.loads(out.read_text())
     content["meta"]["triton"] = "0.0"
     out.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="another set-up"):
+    with pytest.raises(SystemExit, match=r"out.json: was measured with another set-up \(triton 0.0, not "):
         sweep.run("silu", out, [2], [1], 40, 1)
     assert json.loads(out.read_text()) == content
 
 
-def test_the_summary_names_the_worst_cell():
-    cells = [{"rows": r, "ours_us": 2.0, "engine_us": e, "copy_us": 1.0} for r, e in ((1, 4.0), (2, 1.0))]
-    text = sweep.summarize(cells)
-    assert "engine/ours: geometric mean 1.000, worst 0.500 at {'rows': 2" in text
+@pytest.mark.parametrize("key", SET_UP)
+def test_every_version_is_part_of_the_set_up(tmp_path, key):
+    path = tmp_path / "out.json"
+    measure.Results(path, SET_UP).add({"rows": 1})
+    # The command and the date are not: a second run goes on with the cells of the first.
+    assert measure.Results(path, {**SET_UP, "command": "again", "date": "later"}).cells == [{"rows": 1}]
+    with pytest.raises(SystemExit, match=f"another set-up \\({key} "):
+        measure.Results(path, {**SET_UP, key: "other"})
+
+
+def test_results_hold_the_cells_that_agree_in_every_value(tmp_path):
+    results = measure.Results(tmp_path / "deep" / "out.json", SET_UP)
+    assert not results.holds({"rows": 1})
+    results.add({"rows": 1, "experts": 8, "ours_us": 2.0})
+    results.add({"rows": 2, "experts": 8, "ours_us": 3.0})
+    again = measure.Results(results.path, SET_UP)
+    assert again.cells == results.cells
+    assert again.holds({"rows": 2, "experts": 8})
+    assert not again.holds({"rows": 2, "experts": 64}) and not again.holds({"rows": 1, "k": 7168})
 
 
 def test_bf16_is_timed_beside_fp8_on_the_same_rows(tiny, tmp_path, monkeypatch):
