@@ -26,6 +26,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -323,6 +324,20 @@ def engine_gemm_takes_expected_rows(kernel: Kernel | None = None) -> EngineGemmS
     if "topk" not in names:
         return EngineGemmSignature(expected, stand_down_reason="cutlass_w4a8_moe_mm takes no topk")
     return EngineGemmSignature(expected)
+
+
+def look_at_engine_kernel() -> tuple[str, str]:
+    """Why the patch must stand down for the loaded sgl_kernel, and what it does with arguments that are not today's.
+
+    For the ledger, at activation. The engine's chain has loaded sgl_kernel by then wherever it can serve; where it has
+    not, nothing is loaded here either: that needs a GPU driver.
+    """
+    kernel = getattr(sys.modules.get("sgl_kernel"), "cutlass_w4a8_moe_mm", None)
+    if kernel is None:
+        return "", ""
+    signature = engine_gemm_takes_expected_rows(kernel)
+    name = signature.expected_rows_parameter
+    return signature.stand_down_reason or "", f"passes the expected rows on as {name}" if name else ""
 
 
 def _engine_kernel() -> Kernel:
