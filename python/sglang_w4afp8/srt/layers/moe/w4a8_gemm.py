@@ -381,7 +381,11 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def prepare(num_experts: int, padded_rows: int, device: torch.device) -> None:
-    """Make what a captured call needs (the expert offsets), outside capture."""
+    """Make what a captured call needs (the expert offsets), outside capture; for graphs of one's own.
+
+    A server does not need it: it runs every graph eagerly before it captures it. It could not call it when weights are
+    processed either: the padded rows are known from the first payload only, and depend on DeepEP's group and cap.
+    """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     expert_row_offsets(num_experts, padded_rows, device)
