@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
 from sglang_w4afp8 import tuned_config  # noqa: E402
-from sglang_w4afp8.bench.measure import run_metadata  # noqa: E402
+from sglang_w4afp8.bench.measure import refuse_other_set_up, run_metadata  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning  # noqa: E402
@@ -330,6 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path in options.merge:
             for version, run in load(path)["runs"].items():
                 kept = document["runs"].setdefault(version, run)
+                refuse_other_set_up(path, run["metadata"], kept["metadata"])
                 for part in ("probes", "cells"):
                     kept[part] = {**kept[part], **run[part]}
         complete = True
@@ -373,7 +374,10 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
         gpu = torch.cuda.get_device_name(device)
         groups = plan(options.models, options.experts, options.rows, options.routings)
     run = document["runs"].setdefault(version, {"probes": {}, "cells": {}})
-    run["metadata"] = {**run_metadata(), **tuning.table_metadata(gpu, version)}
+    meta = {**run_metadata(), **tuning.table_metadata(gpu, version)}
+    if "metadata" in run:
+        refuse_other_set_up(options.resume_from or options.output, run["metadata"], meta)
+    run["metadata"] = meta
     complete = True
     for cells in groups:
         missing = sum(

@@ -13,8 +13,8 @@ before anything is timed: bit for bit where the engine's GEMM is right, by relat
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import inspect
-import json
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 from gemm_tiles import load_kernel
 from sglang_w4afp8 import lifecycle
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import interleaved_medians, run_metadata, write_json
+from sglang_w4afp8.bench.measure import Results, interleaved_medians, run_metadata
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import relative_error
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
 from sglang_w4afp8.srt.layers.moe.cutlass_w4a8_moe import cutlass_w4a8_moe_deepep_ll
@@ -185,18 +185,12 @@ def plan(experts: Sequence[int], rows: Sequence[int]) -> list[streaming.Cell]:
 
 def run(options: argparse.Namespace, kernel: Callable[..., Any], version: str) -> bool:
     """Measure every cell that the file does not hold yet; False when an output differs where it must not."""
-    meta = run_metadata(sglang_kernel=version)
-    done: list[dict[str, Any]] = []
-    if options.out.is_file():
-        content = json.loads(options.out.read_text(encoding="utf-8"))
-        if any(content["meta"].get(key) != meta[key] for key in ("gpu", "torch", "triton", "sglang", "sglang_kernel")):
-            raise SystemExit(f"{options.out}: was measured with another set-up; move it away or name another --out")
-        done = content["cells"]
+    results = Results(options.out, run_metadata(sglang_kernel=version))
     layer = Layer(max(options.experts), PADDED, HIDDEN, INNER, "cuda")
     right = True
     for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="moe_layer", disable=None):
-        key = {"experts": cell.experts, "padded": cell.padded, "rows": cell.rows, "routing": cell.routing}
-        if any(all(entry[name] == value for name, value in key.items()) for entry in done):
+        key = dataclasses.asdict(cell)
+        if results.holds(key):
             continue
         providers = chains(layer, cell, kernel)
         compared = compare(providers, cell)
@@ -204,8 +198,7 @@ def run(options: argparse.Namespace, kernel: Callable[..., Any], version: str) -
         right &= not (engine_is_right and compared["bit_equal"] is False)
         medians = interleaved_medians(providers, options.repeats)
         entry = {**key, "expected_m": cell.expected_m(), "engine_is_right": engine_is_right, **compared}
-        done.append({**entry, **{f"{name}_us": round(us, 2) for name, us in medians.items()}})
-        write_json(options.out, {"meta": meta, "cells": done})
+        results.add({**entry, **{f"{name}_us": round(us, 2) for name, us in medians.items()}})
     return right
 
 

@@ -32,6 +32,7 @@ TITLES = {
     "silu": "SiLU, multiply and quantization",
     "streaming": "Streaming steps of one layer together",
 }
+NOTE = "The copy slows where what it moves no longer fits the L2 cache"
 # Where a launch is short, the figure is launch and latency; beyond the L2 cache of an H200 it is memory.
 FEW_ROWS = 8
 L2_BYTES = 60e6
@@ -78,8 +79,8 @@ def draw(kind: str, content: dict[str, Any], folder: Path) -> list[Path]:
             for routing in routings
         ]
         path = folder / f"{kind}_{shape.lower().replace(', ', '_').replace(' ', '')}.png"
-        title = f"{TITLES[kind]}, {shape}: bytes per second of what must move"
-        if report.chart(path, title, content["meta"], panels, report.RATE_OVER_ROWS):
+        title = f"{TITLES[kind]}, {shape}: bytes a second of what must move"
+        if report.chart(path, title, content["meta"], panels, report.RATE_OVER_ROWS, NOTE):
             paths.append(path)
     return paths
 

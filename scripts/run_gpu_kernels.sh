@@ -31,6 +31,7 @@ stage_tune() {
 }
 stage_bench() {
   command_line bench requant --out "$out/requant$tag.json" &&
+    command_line bench bf16 --out "$out/bf16$tag.json" &&
     command_line bench silu --out "$out/silu$tag.json" &&
     command_line bench layer --out "$out/streaming$tag.json"
 }

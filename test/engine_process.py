@@ -29,6 +29,11 @@ CHAIN_OLD = (
 CHAIN = f"{CHAIN_OLD}, expected_m=None"
 APPLY = "self, layer, dispatch_output"
 CREATE = "self, layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs"
+# The arguments of sglang-kernel 0.4.10's grouped GEMM.
+GEMM = (
+    "d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides, "
+    "chunk_size=128, topk=8"
+)
 
 NEW_KERNELS = "kernels/ops/moe/ep_moe_kernels.py"
 OLD_KERNELS = "srt/layers/moe/ep_moe/kernels.py"
@@ -92,6 +97,15 @@ def write(root: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
+
+
+def sgl_kernel_with(folder: Path, gemm: str = GEMM) -> Path:
+    """A directory with an ``sgl_kernel`` whose grouped GEMM takes ``gemm``, and that has any other name too."""
+    code = (
+        f"def cutlass_w4a8_moe_mm({gemm}):\n    raise AssertionError('never launched')\n"
+        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return print\n"
+    )
+    return write(folder, {"sgl_kernel/__init__.py": code})
 
 
 @dataclass

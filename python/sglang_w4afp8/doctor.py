@@ -181,7 +181,7 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 def _patch_row(status: PatchStatus, has_gpu: bool) -> tuple[str, str, str]:
     if status.needs_driver and not has_gpu:
         return status.name, "not checked", f"no GPU here: {status.reason}"
-    return status.name, status.state.value, status.reason
+    return status.name, status.state.value, status.reason or status.note
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -39,12 +39,14 @@ class PatchStatus:
         state: where it stands.
         reason: why it is not active; empty when it is.
         needs_driver: it stands down only because sgl_kernel cannot be loaded, as on a machine without a GPU driver.
+        note: what is particular about it here, though it is active; empty when nothing is.
     """
 
     name: str
     state: State
     reason: str = ""
     needs_driver: bool = False
+    note: str = ""
 
     @property
     def failed(self) -> bool:
@@ -86,8 +88,8 @@ class ActivationReport:
         for state in State:
             members = [status for status in self.patches if status.state is state]
             # Why a patch was not selected is known to whoever selected.
-            with_reason = state not in (State.ACTIVE, State.NOT_SELECTED)
-            texts = [f"{s.name} ({s.reason})" if with_reason else s.name for s in members]
+            details = {s.name: s.note if state in (State.ACTIVE, State.NOT_SELECTED) else s.reason for s in members}
+            texts = [f"{name} ({detail})" if detail else name for name, detail in details.items()]
             if texts or state is State.ACTIVE:
                 parts.append(f"{state.value}: {', '.join(texts) or 'none'}")
         return f"{head}: {'; '.join(parts)}"

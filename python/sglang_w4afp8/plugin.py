@@ -71,6 +71,8 @@ class Patch:
         removable: when this entry can go.
         requires: patches without which this one does nothing.
         engines: first and last engine version that need it.
+        look: ``module:function`` of ours, called at activation when all that it needs is active, for what no target
+            shows. Returns why the patch must stand down and what is particular about it here, each empty if nothing.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Patch:
     removable: str
     requires: tuple[str, ...] = ()
     engines: tuple[str, str] = ENGINES
+    look: str = ""
 
 
 _TRITON_KERNELS = (
@@ -173,12 +176,14 @@ LEDGER: tuple[Patch, ...] = (
     Patch(
         name="gemm",
         targets=(),
-        what="Hands the grouped GEMMs 2-D views and a tile bucket chosen by expected_m.",
+        what="Hands the grouped GEMMs 2-D views and a tile bucket chosen by expected_m. A kernel that takes the expected "
+        "rows itself is given them; for one with other arguments than are known this stands down.",
         why="The compiled dispatch reads its sizes from 3-D tensors, so no tuned branch is reached, and where M is not "
         "a multiple of 512 it picks a tile whose scale layout is not the weights': wrong results.",
         upstream=None,
         removable="when the oldest supported sglang-kernel derives m, n and k from the problem, not from a.size()",
         requires=("expected_m",),
+        look="sglang_w4afp8.srt.layers.moe.w4a8_gemm:look_at_engine_kernel",
     ),
     Patch(
         name="input_scales",
@@ -430,7 +435,7 @@ def _plan(
             statuses[patch.name] = Status(patch.name, State.STANDING_DOWN, "; ".join(problems))
         else:
             statuses[patch.name], bindings[patch.name] = _resolve(patch, [check.module for check in checks[patch.name]])
-    statuses = _follow_requirements(statuses)
+    statuses = _follow_requirements(_look(_follow_requirements(statuses)))
     _announce_plan(statuses, blocked)
     return statuses, {name: found for name, found in bindings.items() if statuses[name].state is State.ACTIVE}
 
@@ -459,13 +464,35 @@ def _resolve(patch: Patch, modules: list[str | None]) -> tuple[PatchStatus, list
             return stand_down(f"{path}: expected a plain function, found {type(original).__name__} after import")
         if path in _registry()._patched:
             return stand_down(f"{path}: the engine has already applied its hooks, so ours would never be")
-        our_module, _, our_name = target.replacement.partition(":")
         try:
-            hook = getattr(importlib.import_module(our_module), our_name)
+            hook = _our_function(target.replacement)
         except Exception as error:
             return stand_down(f"our own {target.replacement} cannot be imported: {essence(error)}")
         bindings.append(_Binding(path, original, hook, target.kind))
     return lifecycle.PatchStatus(patch.name, lifecycle.State.ACTIVE), bindings
+
+
+def _our_function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _look(statuses: dict[str, PatchStatus]) -> dict[str, PatchStatus]:
+    """What the patches themselves find, of those that are going to be active."""
+    from sglang_w4afp8.lifecycle import State
+
+    result = dict(statuses)
+    for patch in LEDGER:
+        status = result[patch.name]
+        if not patch.look or status.state is not State.ACTIVE:
+            continue
+        try:
+            problem, note = _our_function(patch.look)()
+        except Exception as error:
+            problem, note = f"our own {patch.look} failed: {essence(error)}", ""
+        state = State.STANDING_DOWN if problem else status.state
+        result[patch.name] = replace(status, state=state, reason=problem, note="" if problem else note)
+    return result
 
 
 def _follow_requirements(statuses: dict[str, PatchStatus]) -> dict[str, PatchStatus]:

@@ -120,6 +120,51 @@ def run_metadata(**extra: Any) -> dict[str, Any]:
     }
 
 
+# Figures of runs that differ in one of these are not set beside each other in one file.
+_SET_UP = ("gpu", "driver", "torch", "triton", "sglang", "sglang_kernel", "sglang_w4afp8")
+
+
+def refuse_other_set_up(path: Path, found: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+    """Compare what a results file says of its run with this run.
+
+    Raises:
+        SystemExit: they differ; the message names the file and what differs.
+    """
+    differing = [key for key in _SET_UP if found.get(key) != meta.get(key)]
+    if differing:
+        texts = ", ".join(f"{key} {found.get(key)}, not {meta.get(key)}" for key in differing)
+        raise SystemExit(f"{path}: was measured with another set-up ({texts}); move it away or name another one")
+
+
+class Results:
+    """The cells of one results file, written after every cell; a second run of the same set-up goes on with them.
+
+    Args:
+        path: the file.
+        meta: of this run, see :func:`run_metadata`.
+
+    Raises:
+        SystemExit: the file was measured with another set-up.
+    """
+
+    def __init__(self, path: Path, meta: Mapping[str, Any]) -> None:
+        self.path, self.meta = path, meta
+        self.cells: list[dict[str, Any]] = []
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            refuse_other_set_up(path, content["meta"], meta)
+            self.cells = content["cells"]
+
+    def holds(self, key: Mapping[str, Any]) -> bool:
+        """Whether a cell with these values is measured already."""
+        return any(all(cell.get(name) == value for name, value in key.items()) for cell in self.cells)
+
+    def add(self, cell: dict[str, Any]) -> None:
+        """Keep a cell and write the file."""
+        self.cells.append(cell)
+        write_json(self.path, {"meta": self.meta, "cells": self.cells})
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write beside and rename, so that an interrupted run leaves the previous file."""
     path.parent.mkdir(parents=True, exist_ok=True)

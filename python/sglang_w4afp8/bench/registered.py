@@ -160,7 +160,7 @@ def write(benchmark: Benchmark, folder: Path, meta: dict[str, Any], cells: Seque
         "load of the hot expert, times the mean",
         lambda cell, provider: cell[provider.column],
         report.MICROSECONDS,
-        logarithmic_y=True,
+        shared_y=False,
     )
     if not report.chart(paths[2], benchmark.title, meta, panels, axis):
         print("chart: N/A (matplotlib is not installed)")

@@ -98,17 +98,22 @@ def write_csv(path: Path, meta: Mapping[str, Any], cells: Sequence[Cell]) -> Non
 
 @dataclass(frozen=True)
 class Axis:
-    """What a chart's panels show: the cell's value along x, and a provider's value along y (None: absent)."""
+    """What a chart's panels show: the cell's value along x, and a provider's value along y (None: absent), both on
+    logarithmic scales: a launch of few rows and one of many are then equally readable."""
 
     x: str
     x_label: str
     y: Callable[[Cell, Provider], float | None]
     y_label: str
-    logarithmic_y: bool = False
+    shared_y: bool = True
 
 
 MICROSECONDS = "us per launch"
 RATE_OVER_ROWS = Axis("rows", "mean live rows per expert", terabytes_per_second, "TB/s of live bytes")
+
+# Inches: of one panel, and of what stands above and below the grid.
+_PANEL = (2.55, 2.2)
+_HEAD, _FOOT = 0.7, 0.25
 
 
 def chart(
@@ -117,6 +122,7 @@ def chart(
     meta: Mapping[str, Any],
     panels: Sequence[Sequence[tuple[str, Sequence[Cell]]]],
     axis: Axis,
+    note: str = "",
 ) -> bool:
     """Draw a grid of panels, one line per provider, with the machine line below; False without matplotlib.
 
@@ -126,6 +132,7 @@ def chart(
         meta: of the run.
         panels: rows of (panel's title, its cells).
         axis: what x and y are.
+        note: what a reader must know of the lines; stands before the machine line.
     """
     try:
         import matplotlib
@@ -135,19 +142,18 @@ def chart(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    height, width = len(panels), max(len(row) for row in panels)
-    figure, axes = plt.subplots(
-        height, width, figsize=(1.2 + 3.4 * width, 1.3 + 2.7 * height), sharey=not axis.logarithmic_y, squeeze=False
-    )
+    lines, columns = len(panels), max(len(row) for row in panels)
+    width, height = 0.6 + _PANEL[0] * columns, _HEAD + _FOOT + _PANEL[1] * lines
+    figure, axes = plt.subplots(lines, columns, figsize=(width, height), sharey=axis.shared_y, squeeze=False)
     drawn: dict[str, Any] = {}
     for line, row in enumerate(panels):
-        for column in range(width):
+        for column in range(columns):
             if column >= len(row):
                 axes[line][column].set_visible(False)
                 continue
             panel, (name, cells) = axes[line][column], row[column]
             ordered = sorted(cells, key=lambda cell: cell[axis.x])
-            for provider in PROVIDERS:
+            for order, provider in enumerate(PROVIDERS):
                 points = [(cell[axis.x], axis.y(cell, provider)) for cell in ordered]
                 points = [(x, y) for x, y in points if y is not None]
                 if points:
@@ -158,33 +164,41 @@ def chart(
                         marker=provider.marker,
                         markersize=4,
                         label=provider.label,
+                        # The first provider is what the picture is about: its line lies on top.
+                        zorder=3 - order / len(PROVIDERS),
                     )[0]
             ticks = sorted({cell[axis.x] for cell in ordered})
             panel.set_xscale("log", base=2)
             panel.set_xticks(ticks, [str(tick) for tick in ticks])
             panel.set_xticks([], minor=True)
-            if axis.logarithmic_y:
-                panel.set_yscale("log")
-                # Few powers of ten and short ones: enough ticks, none upon another.
-                panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-                panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                panel.yaxis.set_minor_locator(NullLocator())
+            panel.set_yscale("log")
+            # Few powers of ten and short ones: enough ticks, none upon another.
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            panel.yaxis.set_minor_locator(NullLocator())
             panel.set_title(name, fontsize=9)
             panel.tick_params(labelsize=8)
             panel.grid(True, which="both", alpha=0.25)
-            if line == height - 1:
+            if line == lines - 1:
                 panel.set_xlabel(axis.x_label, fontsize=8)
             if column == 0:
                 panel.set_ylabel(axis.y_label, fontsize=8)
-    if not axis.logarithmic_y:
-        # Shared by all panels, so only now, when all of them hold their lines.
-        axes[0][0].set_ylim(bottom=0)
-    figure.suptitle(title)
+    # No suptitle: the layout below would keep room for it a second time.
+    figure.text(0.5, 1 - 0.12 / height, title, ha="center", va="top", fontsize=12)
     if drawn:
-        figure.legend(drawn.values(), drawn.keys(), loc="upper right", ncols=len(drawn), fontsize=8)
-    figure.text(0.01, 0.006, machine_line(meta), fontsize=7, color="0.35")
-    figure.tight_layout(rect=(0, 0.025, 1, 0.975))
+        figure.legend(
+            drawn.values(),
+            drawn.keys(),
+            loc="upper center",
+            bbox_to_anchor=(0.5, 1 - 0.36 / height),
+            ncols=len(drawn),
+            fontsize=9,
+            frameon=False,
+        )
+    below = ". ".join(text for text in (note, machine_line(meta)) if text)
+    figure.text(0.01, 0.08 / height, below, fontsize=7, color="0.35")
+    figure.tight_layout(rect=(0, _FOOT / height, 1, 1 - _HEAD / height))
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=130)
     plt.close(figure)
     return True

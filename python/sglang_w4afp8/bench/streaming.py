@@ -1,4 +1,4 @@
-"""Cells and providers of the streaming kernels: the requant, SiLU-and-multiply, and the three steps of a layer together.
+"""Cells and providers of the streaming kernels: the requant of fp8 and of BF16, SiLU-and-multiply, and a layer's steps.
 
 Every provider of a cell works on the same row counts in the same run. ``engine`` is the installed engine's own function,
 given the dispatcher's estimate where it takes one; ``copy`` is a Triton copy that moves as many bytes as the step must.
@@ -89,7 +89,11 @@ def _copy_kernel(source_ptr, target_ptr, size, BLOCK: tl.constexpr):
 _COPY_TILES = ((2048, 4), (4096, 8))
 
 
-def copy_providers(moved_bytes: int, device: torch.device) -> dict[str, Callable[[], None]]:
+# Providers of one name before this sign are variants of one thing, of which the fastest counts.
+_VARIANT = ":"
+
+
+def copy_providers(moved_bytes: int, device: torch.device, name: str = "copy") -> dict[str, Callable[[], None]]:
     """Contiguous copies that read and write ``moved_bytes`` together; their minimum is the floor."""
     size = max(1, moved_bytes // 2)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
@@ -98,7 +102,7 @@ def copy_providers(moved_bytes: int, device: torch.device) -> dict[str, Callable
     def run(block: int, warps: int) -> None:
         _copy_kernel[(triton.cdiv(size, block),)](source, target, size, BLOCK=block, num_warps=warps)
 
-    return {f"copy{block}": functools.partial(run, block, warps) for block, warps in _COPY_TILES}
+    return {f"{name}{_VARIANT}{block}": functools.partial(run, block, warps) for block, warps in _COPY_TILES}
 
 
 def legacy_launch(max_rows: int) -> MaskedRowsLaunch:
@@ -107,6 +111,14 @@ def legacy_launch(max_rows: int) -> MaskedRowsLaunch:
     Run with our kernel it isolates the launch geometry; it is not that kernel, whose addressing also differed.
     """
     return MaskedRowsLaunch(1024 // GROUP, 32, max_rows, num_warps=8)
+
+
+def silu_legacy_launch(max_rows: int) -> MaskedRowsLaunch:
+    """Launch parameters of the engine's SiLU kernel, all versions up to 0.5.23, from 4 experts up: grid (N/256, 32, E).
+
+    Run with our kernel it isolates the launch geometry; it is not the engine's kernel, whose addressing differs too.
+    """
+    return MaskedRowsLaunch(256, 32, max_rows, num_warps=4)
 
 
 def _engine_kernels() -> Any:
@@ -189,6 +201,49 @@ def requant_providers(buffers: RequantBuffers, cell: Cell) -> dict[str, Callable
     return {**providers, **copy_providers(moved, buffers.x.device)}
 
 
+class Bf16Buffers:
+    """A BF16 payload of the same size beside the fp8 one of :class:`RequantBuffers`; both write the same output."""
+
+    def __init__(self, max_experts: int, padded: int, hidden: int, device: str = "cuda") -> None:
+        self.fp8 = RequantBuffers(max_experts, padded, hidden, device)
+        self.x = torch.randn((max_experts, padded, hidden), device=device, dtype=torch.bfloat16)
+
+    def arguments(self, cell: Cell) -> tuple[torch.Tensor | None, ...]:
+        _, _, masked_m, output_scale, output = self.fp8.arguments(cell)
+        return self.x[: cell.experts], None, masked_m, output_scale, output
+
+
+def bf16_bytes(total_rows: int, hidden: int) -> int:
+    """Bytes that the requant of a BF16 payload must move: two in and one out an element."""
+    return total_rows * 3 * hidden
+
+
+def bf16_providers(buffers: Bf16Buffers, cell: Cell) -> dict[str, Callable[[], Any]]:
+    """The BF16 path beside the fp8 one (``fp8``) on the same rows, and a copy of what each must move.
+
+    No engine has such a path; the bytes are compared under two launch geometries.
+    """
+    arguments, fp8_arguments = buffers.arguments(cell), buffers.fp8.arguments(cell)
+    expected_m = cell.expected_m()
+    requant = ours.fp8_per_token_to_per_tensor_quant_triton
+    providers: dict[str, Callable[[], Any]] = {
+        "ours": lambda: requant(*arguments, expected_m),
+        "fp8": lambda: requant(*fp8_arguments, expected_m),
+    }
+    check_same_bytes(
+        f"bf16 {cell}",
+        providers["ours"],
+        lambda: requant(*arguments, launch=legacy_launch(cell.padded)),
+        buffers.fp8.output[: cell.experts],
+    )
+    total, hidden = cell.experts * cell.rows, buffers.x.size(2)
+    return {
+        **providers,
+        **copy_providers(bf16_bytes(total, hidden), buffers.x.device),
+        **copy_providers(requant_bytes(total, hidden), buffers.x.device, "copy_fp8"),
+    }
+
+
 class SiluBuffers:
     """The largest gate-and-up block of a sweep, sliced per cell."""
 
@@ -216,6 +271,7 @@ def silu_providers(buffers: SiluBuffers, cell: Cell) -> dict[str, Callable[[], A
     if engine is not None:
         providers["engine"] = lambda: engine(*arguments)
         check_same_bytes(f"silu {cell}", providers["ours"], providers["engine"], arguments[1])
+    providers["legacy"] = lambda: silu(*arguments, launch=silu_legacy_launch(cell.padded))
     moved = silu_bytes(int(arguments[2].sum()), buffers.output.size(2))
     return {**providers, **copy_providers(moved, buffers.scale.device)}
 
@@ -259,10 +315,10 @@ def layer_providers(requant: RequantBuffers, silu: SiluBuffers, cell: Cell) -> d
 
 
 def measure_cell(providers: Mapping[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float | None]:
-    """``<provider>_us`` of one cell; the copies are folded into ``copy_us``, their minimum. An absent engine is None."""
-    medians = interleaved_medians(providers, repeats)
-    copies: list[float] = [us for name, us in medians.items() if name.startswith("copy")]
-    timed = {f"{name}_us": round(us, 3) for name, us in medians.items() if not name.startswith("copy")}
+    """``<provider>_us`` of one cell; of variants (the copies) the fastest. An absent engine is None."""
+    variants: dict[str, list[float]] = {}
+    for name, us in interleaved_medians(providers, repeats).items():
+        variants.setdefault(name.partition(_VARIANT)[0], []).append(us)
+    timed: dict[str, float | None] = {f"{name}_us": round(min(times), 3) for name, times in variants.items()}
     timed.setdefault("engine_us", None)
-    timed["copy_us"] = round(min(copies), 3)
     return timed

@@ -1,10 +1,10 @@
-"""``sglang-w4afp8 bench requant|silu|layer``: the sweeps behind the results files, on any GPU.
+"""``sglang-w4afp8 bench requant|bf16|silu|layer``: the sweeps behind the results files, on any GPU.
 
 Writes one JSON per kind after every cell, so an interrupted run resumes where it stopped.
 """
 
 import argparse
-import json
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,26 +15,15 @@ import torch
 from tqdm import tqdm
 
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import run_metadata, write_json
+from sglang_w4afp8.bench.measure import Results, run_metadata
 
 # What is measured, and the results file of it.
-KINDS = {"requant": "requant.json", "silu": "silu.json", "layer": "streaming.json"}
+KINDS = {"requant": "requant.json", "bf16": "bf16.json", "silu": "silu.json", "layer": "streaming.json"}
 # Hidden sizes of DeepSeek-V3 and Kimi-class models; intermediate sizes of the former and of GLM-class ones.
 HIDDEN = (7168, 3584)
 INNER = (2048, 1536)
-
-
-def _load_done(path: Path, meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """Cells of an interrupted run of the same set-up; a file of another set-up is not mixed with this run."""
-    if not path.is_file():
-        return []
-    content = json.loads(path.read_text(encoding="utf-8"))
-    same = all(
-        content["meta"].get(key) == meta[key] for key in ("gpu", "driver", "torch", "triton", "sglang", "sglang_w4afp8")
-    )
-    if not same:
-        raise SystemExit(f"{path}: was measured with another set-up; move it away or name another --out")
-    return content["cells"]
+# Local experts where a kind is measured at fewer of them than usual.
+FEWER_EXPERTS = {"bf16": (8, 64, 256)}
 
 
 def _sweep(
@@ -44,44 +33,47 @@ def _sweep(
     cells: Sequence[streaming.Cell],
     repeats: int,
 ) -> list[dict[str, Any]]:
-    meta = run_metadata(repeats=repeats)
-    done = _load_done(path, meta)
+    results = Results(path, run_metadata(repeats=repeats))
     shapes = list(shapes)
     with tqdm(total=len(shapes) * len(cells), unit="cell", desc=path.stem, disable=None) as progress:
         for shape, make_buffers in shapes:
             buffers = None
             for cell in cells:
-                key = {
-                    **shape,
-                    "experts": cell.experts,
-                    "padded": cell.padded,
-                    "rows": cell.rows,
-                    "routing": cell.routing,
-                }
-                if not any(all(entry.get(name) == value for name, value in key.items()) for entry in done):
+                key = {**shape, **dataclasses.asdict(cell)}
+                if not results.holds(key):
                     if buffers is None:
                         buffers = make_buffers()
                     timed = streaming.measure_cell(providers(buffers, cell), repeats)
-                    done.append({**key, "expected_m": cell.expected_m(), **timed})
-                    write_json(path, {"meta": meta, "cells": done})
+                    results.add({**key, "expected_m": cell.expected_m(), **timed})
                 progress.update()
-    return done
+    return results.cells
+
+
+def _folded(label: str, ratios: Sequence[tuple[float, dict[str, Any]]]) -> str:
+    mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+    worst, cell = min(ratios, key=lambda entry: entry[0])
+    return f"{label}: geometric mean {mean:.3f}, worst {worst:.3f} at {cell}"
+
+
+def _per_byte(cell: dict[str, Any]) -> float:
+    """Bytes a second of the BF16 path over those of the fp8 path in the same cell."""
+    total = cell["experts"] * cell["rows"]
+    rate = streaming.bf16_bytes(total, cell["k"]) / cell["ours_us"]
+    return rate / (streaming.requant_bytes(total, cell["k"]) / cell["fp8_us"])
 
 
 def summarize(cells: Sequence[dict[str, Any]]) -> str:
-    """Geometric mean and worst cell of engine/ours, and of ours/copy, as text."""
+    """Geometric mean and worst cell of engine/ours and of copy/ours as text; of BF16 also against fp8, per byte."""
     compared = [cell for cell in cells if cell.get("engine_us")]
-    lines = []
-    for label, ratios in (
+    beside = [cell for cell in cells if cell.get("fp8_us")]
+    lines = (
         ("engine/ours", [(cell["engine_us"] / cell["ours_us"], cell) for cell in compared]),
+        # A copy moves as many bytes, so this is the ratio of bytes a second too.
         ("copy/ours", [(cell["copy_us"] / cell["ours_us"], cell) for cell in cells]),
-    ):
-        if not ratios:
-            continue
-        mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
-        worst, cell = min(ratios, key=lambda entry: entry[0])
-        lines.append(f"{label}: geometric mean {mean:.3f}, worst {worst:.3f} at {cell}")
-    return "\n".join(lines)
+        ("copy/ours of fp8", [(cell["copy_fp8_us"] / cell["fp8_us"], cell) for cell in beside]),
+        ("bytes a second, ours over ours of fp8", [(_per_byte(cell), cell) for cell in beside]),
+    )
+    return "\n".join(_folded(label, ratios) for label, ratios in lines if ratios)
 
 
 def run(
@@ -93,6 +85,9 @@ def run(
     if kind == "requant":
         shapes = [({"k": k}, lambda k=k: streaming.RequantBuffers(largest, padded, k)) for k in HIDDEN]
         return _sweep(out, shapes, streaming.requant_providers, cells, repeats)
+    if kind == "bf16":
+        shapes = [({"k": HIDDEN[0]}, lambda: streaming.Bf16Buffers(largest, padded, HIDDEN[0]))]
+        return _sweep(out, shapes, streaming.bf16_providers, cells, repeats)
     if kind == "silu":
         shapes = [({"n": n}, lambda n=n: streaming.SiluBuffers(largest, padded, n)) for n in INNER]
         return _sweep(out, shapes, streaming.silu_providers, cells, repeats)
@@ -111,10 +106,12 @@ def run(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sglang-w4afp8 bench", description=__doc__.partition("\n\n")[0])
     parser.add_argument(
-        "kind", choices=list(KINDS), help="what to measure; `layer` is a layer's streaming steps together"
+        "kind",
+        choices=list(KINDS),
+        help="what to measure; `bf16` is the requant of a BF16 payload, `layer` a layer's streaming steps together",
     )
     parser.add_argument("--out", type=Path, help="results file (default: here, by its usual name)")
-    parser.add_argument("--experts", type=int, nargs="+", default=list(streaming.EXPERTS), help="local experts")
+    parser.add_argument("--experts", type=int, nargs="+", help="local experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
     parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
     parser.add_argument("--repeats", type=int, default=15, help="timed turns of every provider")
@@ -128,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
         print("bench: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
     out = options.out or Path(KINDS[options.kind])
-    cells = run(options.kind, out, options.experts, options.rows, options.padded, options.repeats)
+    experts = options.experts or FEWER_EXPERTS.get(options.kind, streaming.EXPERTS)
+    cells = run(options.kind, out, experts, options.rows, options.padded, options.repeats)
     print(summarize(cells))
     return 0

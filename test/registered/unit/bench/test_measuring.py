@@ -128,14 +128,14 @@ def tiny(monkeypatch):
     monkeypatch.setattr(streaming, "PADDED", 40)
     monkeypatch.setattr(sweep, "HIDDEN", (256,))
     monkeypatch.setattr(sweep, "INNER", (128,))
-    for buffers in (streaming.RequantBuffers, streaming.SiluBuffers):
+    for buffers in (streaming.RequantBuffers, streaming.Bf16Buffers, streaming.SiluBuffers):
         monkeypatch.setattr(buffers.__init__, "__defaults__", ("cpu",))
     # The engine asks the GPU for its warp width, and there is none.
     monkeypatch.setattr(streaming._engine_kernels(), "requant_warp_size", lambda device: 32, raising=False)
     monkeypatch.setattr(streaming, "interleaved_medians", lambda providers, repeats: dict.fromkeys(providers, 2.0))
 
 
-@pytest.mark.parametrize("kind, size", [("requant", "k"), ("silu", "n"), ("layer", "n")])
+@pytest.mark.parametrize("kind, size", [("requant", "k"), ("bf16", "k"), ("silu", "n"), ("layer", "n")])
 def test_a_sweep_is_written_and_resumed(tiny, tmp_path, monkeypatch, kind, size):
     out = tmp_path / "out.json"
     cells = sweep.run(kind, out, [2], [1, 2], 40, 1)
@@ -150,21 +150,103 @@ def test_a_sweep_is_written_and_resumed(tiny, tmp_path, monkeypatch, kind, size)
     assert [cell["ours_us"] for cell in resumed] == [2.0] * (len(cells) - 1) + [7.0]
 
 
+@pytest.mark.parametrize("kind", ["requant", "silu"])
+def test_our_kernel_is_timed_with_the_engines_geometry_too(tiny, tmp_path, kind):
+    (cell, *_) = sweep.run(kind, tmp_path / "out.json", [2], [1], 40, 1)
+    assert cell["legacy_us"] == 2.0
+
+
+def test_the_legacy_geometry_of_silu_is_the_engines():
+    # The engine starts (N / 256, 32, E) programs and knows no cap and no overflow.
+    launch = streaming.silu_legacy_launch(2048)
+    assert (launch.col_block, launch.m_grid, launch.row_cap, launch.row_block) == (256, 32, 2048, 1)
+    assert "isolates the launch geometry" in " ".join(streaming.silu_legacy_launch.__doc__.split())
+
+
+SET_UP = {
+    "gpu": "NVIDIA H200",
+    "driver": "1",
+    "torch": "2",
+    "triton": "3",
+    "sglang": None,
+    "sglang_kernel": "0.4.5",
+    "sglang_w4afp8": "0.1.0",
+}
+
+
 def test_results_of_another_set_up_are_not_mixed(tiny, tmp_path):
     out = tmp_path / "out.json"
     sweep.run("silu", out, [2], [1], 40, 1)
     content = json.loads(out.read_text())
     content["meta"]["triton"] = "0.0"
     out.write_text(json.dumps(content))
-    with pytest.raises(SystemExit, match="another set-up"):
+    with pytest.raises(SystemExit, match=r"out.json: was measured with another set-up \(triton 0.0, not "):
         sweep.run("silu", out, [2], [1], 40, 1)
     assert json.loads(out.read_text()) == content
 
 
-def test_the_summary_names_the_worst_cell():
-    cells = [{"rows": r, "ours_us": 2.0, "engine_us": e, "copy_us": 1.0} for r, e in ((1, 4.0), (2, 1.0))]
-    text = sweep.summarize(cells)
-    assert "engine/ours: geometric mean 1.000, worst 0.500 at {'rows': 2" in text
+@pytest.mark.parametrize("key", SET_UP)
+def test_every_version_is_part_of_the_set_up(tmp_path, key):
+    path = tmp_path / "out.json"
+    measure.Results(path, SET_UP).add({"rows": 1})
+    # The command and the date are not: a second run goes on with the cells of the first.
+    assert measure.Results(path, {**SET_UP, "command": "again", "date": "later"}).cells == [{"rows": 1}]
+    with pytest.raises(SystemExit, match=f"another set-up \\({key} "):
+        measure.Results(path, {**SET_UP, key: "other"})
+
+
+def test_results_hold_the_cells_that_agree_in_every_value(tmp_path):
+    results = measure.Results(tmp_path / "deep" / "out.json", SET_UP)
+    assert not results.holds({"rows": 1})
+    results.add({"rows": 1, "experts": 8, "ours_us": 2.0})
+    results.add({"rows": 2, "experts": 8, "ours_us": 3.0})
+    again = measure.Results(results.path, SET_UP)
+    assert again.cells == results.cells
+    assert again.holds({"rows": 2, "experts": 8})
+    assert not again.holds({"rows": 2, "experts": 64}) and not again.holds({"rows": 1, "k": 7168})
+
+
+def test_bf16_is_timed_beside_fp8_on_the_same_rows(tiny, tmp_path, monkeypatch):
+    seen = []
+
+    def medians(providers, repeats):
+        seen.append(sorted(providers))
+        return {name: {"ours": 6.0, "fp8": 4.0}.get(name, 3.0 + len(name)) for name in providers}
+
+    monkeypatch.setattr(streaming, "interleaved_medians", medians)
+    cells = sweep.run("bf16", tmp_path / "bf16.json", [2], [1], 40, 1)
+    assert seen[0] == ["copy:2048", "copy:4096", "copy_fp8:2048", "copy_fp8:4096", "fp8", "ours"]
+    figures = {"ours_us": 6.0, "fp8_us": 4.0, "copy_us": 12.0, "copy_fp8_us": 16.0, "engine_us": None}
+    assert [{name: cell[name] for name in figures} for cell in cells] == [figures] * len(streaming.ROUTINGS)
+
+
+def test_a_bf16_payload_moves_three_bytes_an_element():
+    assert streaming.bf16_bytes(10, 256) == 10 * 256 * 3
+
+
+def test_the_summary_compares_bf16_with_fp8_per_byte():
+    cell = {"k": 7168, "experts": 1, "rows": 1, "ours_us": 3.0, "copy_us": 1.5, "fp8_us": 2.0, "copy_fp8_us": 1.6}
+    lines = sweep.summarize([cell]).splitlines()
+    assert [line.partition(", worst")[0] for line in lines] == [
+        "copy/ours: geometric mean 0.500",
+        "copy/ours of fp8: geometric mean 0.800",
+        # 3 bytes an element in 3 us, against 2 bytes and its share of a scale in 2 us.
+        "bytes a second, ours over ours of fp8: geometric mean 0.985",
+    ]
+
+
+def test_bf16_is_measured_at_fewer_experts_unless_told(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sweep, "run", lambda kind, out, experts, *rest: asked.append((kind, out.name, tuple(experts))))
+    monkeypatch.setattr(sweep, "summarize", lambda cells: "")
+    for words in (["bf16"], ["bf16", "--experts", "32"], ["silu"]):
+        assert sweep.main(words) == 0
+    assert asked == [
+        ("bf16", "bf16.json", (8, 64, 256)),
+        ("bf16", "bf16.json", (32,)),
+        ("silu", "silu.json", streaming.EXPERTS),
+    ]
 
 
 @pytest.mark.parametrize("command", [sweep.main, tune.main])

@@ -1,5 +1,6 @@
 """The README cannot drift: its generated parts are up to date, and figures come out of results files as declared."""
 
+import dataclasses
 import importlib.util
 import json
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="base-a-test-cpu")
+register_cpu_ci(est_time=8, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[4]
 META = {"gpu": "NVIDIA X", "driver": "1", "torch": "2", "triton": "3", "sglang": "0.5.23", "command": "python b.py"}
@@ -97,6 +98,70 @@ def test_where_keeps_only_the_cells_asked_for(renderer: ModuleType, tmp_path: Pa
 def test_an_absent_provider_is_not_averaged_away(renderer: ModuleType, tmp_path: Path) -> None:
     text = renderer.result_table(table(renderer), write(tmp_path, [cell(512, 1, 2.0, None), cell(512, 2, 4.0, 4.0)]))
     assert "| 512 | 2 | n/a | n/a |\n" in text
+
+
+def test_columns_fold_a_row_of_cells(renderer: ModuleType, tmp_path: Path) -> None:
+    cells = [
+        {"k": 1, "us": 2.0, "error": 0.1, "equal": True, "failed": [3, 4], "other": None},
+        {"k": 1, "us": 8.0, "error": 0.3, "equal": None, "failed": [], "other": 1.0},
+    ]
+    columns = (
+        renderer.mean("us", "us"),
+        renderer.mean("other", "other"),
+        renderer.most("error", "error"),
+        renderer.share("equal", "equal"),
+        renderer.entries("failed", "failed"),
+    )
+    text = renderer.result_table(table(renderer, columns=columns), write(tmp_path, cells))
+    assert "| 1 | 4.00 | n/a | 0.3000 | 1 of 2 | 2 |\n" in text
+
+
+def test_bf16_is_compared_per_byte(renderer: ModuleType) -> None:
+    # 3 bytes an element in 3 us, against 2 bytes and its share of a scale in 2 us.
+    assert renderer._bf16_per_byte([{"ours_us": 3.0, "fp8_us": 2.0}]) == "0.98"
+
+
+def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
+    """Cells with the fields that each benchmark writes, over its usual grid, ours twice as fast as the engine."""
+    from sglang_w4afp8.bench import streaming
+
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    try:
+        import fuzz_device
+        import moe_layer
+    finally:
+        sys.path.remove(str(ROOT / "benchmark"))
+    us = {"ours_us": 2.0, "engine_us": 4.0, "legacy_us": 8.0, "copy_us": 1.0}
+    grid = [dataclasses.asdict(c) for c in streaming.grid(streaming.EXPERTS, streaming.ROWS, streaming.ROUTINGS)]
+    bf16 = {**us, "engine_us": None, "fp8_us": 1.5, "copy_fp8_us": 0.75}
+    chain = [
+        {**dataclasses.asdict(c), **us, "engine_is_right": c.padded % 512 == 0, "bit_equal": c.padded % 512 == 0}
+        for c in moe_layer.plan(moe_layer.EXPERTS, moe_layer.ROWS)
+    ]
+    return {
+        "requant": [{"k": k, **c, **us} for k in (7168, 3584) for c in grid],
+        "bf16": [{"k": 7168, **c, **bf16} for c in grid if c["experts"] in (8, 64, 256)],
+        "silu": [{"n": n, **c, **us} for n in (2048, 1536) for c in grid],
+        "streaming": [{"k": 7168, "n": 2048, **c, **us, "legacy_us": None} for c in grid],
+        "moe_layer": chain,
+        "fuzz": [{**dataclasses.asdict(c), "cases": 300, "different": []} for c in fuzz_device.plan(1, 40)],
+    }
+
+
+def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Path) -> None:
+    results = tmp_path / "h200"
+    results.mkdir()
+    (results / "gemm_tiles.json").write_text((ROOT / "benchmark" / "results" / "h200" / "gemm_tiles.json").read_text())
+    for kind, cells in benchmark_cells().items():
+        (results / f"{kind}.json").write_text(json.dumps({"meta": META, "cells": cells}))
+    shown = {declared.file for declared in renderer.RESULT_TABLES}
+    assert shown == {f"h200/{path.name}" for path in results.iterdir()}
+    for declared in renderer.RESULT_TABLES:
+        text = renderer.result_table(declared, tmp_path)
+        rows = [line for line in text.splitlines() if line.startswith("| ")]
+        assert 4 < len(rows) <= 20, f"{declared.title}: {len(rows)} lines"
+        assert "n/a" not in text, declared.title
+    assert "| 64 | 8 | 8.00 | 4.00 | 2.00 | 1.00 | 2.00 | 0.50 |" in renderer.results_section(tmp_path)
 
 
 def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_process import FakeEngine, write
+from engine_process import FakeEngine, sgl_kernel_with, write
 
 
 @pytest.fixture
@@ -18,14 +18,13 @@ def fake_engine(tmp_path: Path) -> FakeEngine:
 def sgl_kernel_stub(tmp_path: Path) -> Path:
     """A directory with an ``sgl_kernel`` that has every name: without a GPU driver the engine's chain then imports.
 
+    The grouped GEMM has the real one's arguments, which the plugin looks at; the rest is a stand-in.
+
     With a driver the directory is empty and the real library is used: the engine then looks its operators up too.
     """
     if os.path.exists("/dev/nvidiactl"):
         return write(tmp_path / "stub", {})
-    code = (
-        "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return print\n"
-    )
-    return write(tmp_path / "stub", {"sgl_kernel/__init__.py": code})
+    return sgl_kernel_with(tmp_path / "stub")
 
 
 @pytest.fixture

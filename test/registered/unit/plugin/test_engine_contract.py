@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from engine_process import (
     CHAIN,
     CHAIN_FILE,
+    GEMM,
     METHOD_FILE,
     NEW_KERNELS,
     NEW_MODULE,
@@ -22,6 +23,7 @@ from engine_process import (
     overlay,
     run_command,
     run_script,
+    sgl_kernel_with,
     write,
 )
 
@@ -302,6 +304,58 @@ def test_resigned_target_stands_down_and_strict_refuses(fake_engine):
     fake_engine.folder = fake_engine.folder / "again"
     done = fake_engine.run("result = 1\n" + _load(""), SGLANG_W4AFP8_STRICT="yes")
     assert done.status == 1 and "refusing to start: not every selected patch is live: expected_m: " in done.stderr
+
+
+def _loads_sgl_kernel(fake_engine):
+    """As the real chain does where there is a GPU."""
+    fake_engine.files[CHAIN_FILE] = f"from sgl_kernel import cutlass_w4a8_moe_mm\n{fake_engine.files[CHAIN_FILE]}"
+
+
+def test_gemm_that_takes_the_expected_rows_is_said_to_get_them(fake_engine, tmp_path):
+    _loads_sgl_kernel(fake_engine)
+    kernel = sgl_kernel_with(tmp_path / "kernel", f"{GEMM}, expected_m=None")
+    done = fake_engine.run(_load("result = list(lifecycle.live_patches())"), [kernel], SGLANG_W4AFP8_STRICT="1")
+    assert done.result == EVERY_PATCH
+    assert len(done.lines("active: requant, ", ", gemm (passes the expected rows on as expected_m), input_scales")) == 1
+    doctor = [sys.executable, "-m", "sglang_w4afp8.cli", "doctor"]
+    done = run_command(doctor, [fake_engine.folder, kernel], SGLANG_PLUGINS="w4afp8")
+    assert done.status == 0, done.stdout
+    rows = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert "gemm active passes the expected rows on as expected_m" in rows
+
+
+def test_gemm_with_arguments_that_nobody_knows_stands_down_alone(fake_engine, tmp_path):
+    _loads_sgl_kernel(fake_engine)
+    kernel = sgl_kernel_with(tmp_path / "kernel", f"{GEMM}, tile=None")
+    done = fake_engine.run(_load("result = [states(), reasons()]"), [kernel])
+    reason = "cutlass_w4a8_moe_mm takes unknown tile"
+    assert done.result == [with_states("active", gemm="standing down"), {"gemm": reason}]
+    assert len(done.lines(f"gemm stands down: {reason}")) == 1
+    assert len(done.lines("active: requant, ", f"; standing down: gemm ({reason})")) == 1
+    doctor = [sys.executable, "-m", "sglang_w4afp8.cli", "doctor"]
+    done = run_command(doctor, [fake_engine.folder, kernel], SGLANG_PLUGINS="w4afp8", SGLANG_W4AFP8_STRICT="1")
+    assert done.status == 1
+    assert f"WRONG: gemm stands down: {reason}" in done.stdout.splitlines()
+    assert "refusing to start: not every selected patch is live: gemm: " in done.stdout
+
+
+def test_what_the_engine_did_not_load_is_not_loaded_for_a_look(fake_engine, sgl_kernel_broken):
+    code = "import torch\nresult = [states()['gemm'], 'sgl_kernel' in sys.modules, torch.cuda.is_initialized()]"
+    done = fake_engine.run(_load(code), [sgl_kernel_broken])
+    assert done.result == ["active", False, False]
+
+
+def test_fault_of_ours_in_a_look_stands_that_patch_down(fake_engine):
+    before = """
+from sglang_w4afp8.srt.layers.moe import w4a8_gemm
+def broken():
+    raise KeyError("look")
+w4a8_gemm.look_at_engine_kernel = broken
+"""
+    done = fake_engine.run(_load("result = [states(), reasons()['gemm']]", before))
+    states, reason = done.result
+    assert states == with_states("active", gemm="standing down")
+    assert reason.endswith("w4a8_gemm:look_at_engine_kernel failed: KeyError: 'look'")
 
 
 def test_unknown_engine_is_left_alone_unless_allowed(fake_engine):

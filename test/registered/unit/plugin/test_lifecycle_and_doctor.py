@@ -19,6 +19,7 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 NO_DRIVER = PatchStatus("expected_m", State.STANDING_DOWN, "cannot be imported: libcuda", needs_driver=True)
 DRIFTED = PatchStatus("requant", State.STANDING_DOWN, "expected (x), found (y)")
 ACTIVE = PatchStatus("silu", State.ACTIVE)
+NOTED = PatchStatus("gemm", State.ACTIVE, note="passes something on")
 IN_TREE = PatchStatus("requant", State.IN_TREE, "already in tree, version 0.1.0")
 
 
@@ -53,6 +54,7 @@ def test_activation_line_names_versions_and_every_patch():
     assert line.startswith("sglang-w4afp8 0.1.0 on sglang 0.5.23 (pid ")
     assert line.endswith("active: silu; not selected: gemm; standing down: requant (expected (x), found (y))")
     assert "active: none; in tree: requant (already" in _report(IN_TREE).line()
+    assert _report(ACTIVE, NOTED).line().endswith("active: silu, gemm (passes something on)")
 
 
 @pytest.mark.usefixtures("fresh_state")
@@ -128,7 +130,7 @@ def test_doctor_says_when_the_engine_excludes_the_plugin(monkeypatch):
 
 
 def test_report_survives_the_way_from_the_probe_process():
-    report = _report(DRIFTED, ACTIVE, NO_DRIVER, strict=True)
+    report = _report(DRIFTED, ACTIVE, NOTED, NO_DRIVER, strict=True)
     assert doctor._report_from(json.loads(json.dumps(dataclasses.asdict(report)))) == report
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
@@ -325,6 +326,20 @@ def engine_gemm_takes_expected_rows(kernel: Kernel | None = None) -> EngineGemmS
     return EngineGemmSignature(expected)
 
 
+def look_at_engine_kernel() -> tuple[str, str]:
+    """Why the patch must stand down for the loaded sgl_kernel, and what it does with arguments that are not today's.
+
+    For the ledger, at activation. The engine's chain has loaded sgl_kernel by then wherever it can serve; where it has
+    not, nothing is loaded here either: that needs a GPU driver.
+    """
+    kernel = getattr(sys.modules.get("sgl_kernel"), "cutlass_w4a8_moe_mm", None)
+    if kernel is None:
+        return "", ""
+    signature = engine_gemm_takes_expected_rows(kernel)
+    name = signature.expected_rows_parameter
+    return signature.stand_down_reason or "", f"passes the expected rows on as {name}" if name else ""
+
+
 def _engine_kernel() -> Kernel:
     from sgl_kernel import cutlass_w4a8_moe_mm
 
@@ -366,7 +381,11 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def prepare(num_experts: int, padded_rows: int, device: torch.device) -> None:
-    """Make what a captured call needs (the expert offsets), outside capture."""
+    """Make what a captured call needs (the expert offsets), outside capture; for graphs of one's own.
+
+    A server does not need it: it runs every graph eagerly before it captures it. It could not call it when weights are
+    processed either: the padded rows are known from the first payload only, and depend on DeepEP's group and cap.
+    """
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     expert_row_offsets(num_experts, padded_rows, device)

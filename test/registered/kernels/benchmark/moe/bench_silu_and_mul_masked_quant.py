@@ -19,18 +19,9 @@ from sglang.test.ci.ci_register import register_cuda_ci
 
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.registered import Benchmark, Shape, main
-from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import (
-    MaskedRowsLaunch,
-    silu_and_mul_masked_post_per_tensor_quant_fwd,
-)
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import silu_and_mul_masked_post_per_tensor_quant_fwd
 
 register_cuda_ci(est_time=60, suite="base-b-kernel-benchmark")
-
-
-def legacy_launch(max_rows: int) -> MaskedRowsLaunch:
-    """Launch parameters of the engine's kernel, all versions up to 0.5.23, from 4 experts up."""
-    return MaskedRowsLaunch(256, 32, max_rows, num_warps=4)
-
 
 BENCHMARK = Benchmark(
     name="silu_skew",
@@ -39,7 +30,7 @@ BENCHMARK = Benchmark(
     make_buffers=streaming.SiluBuffers,
     make_providers=streaming.silu_providers,
     function=silu_and_mul_masked_post_per_tensor_quant_fwd,
-    legacy=legacy_launch,
+    legacy=streaming.silu_legacy_launch,
     full=(
         Shape(2048, 32, 2048, (1, 8, 32, 128)),
         Shape(2048, 64, 2048, (1, 8, 32, 128)),
