@@ -2,9 +2,9 @@
 
 A cell is one (kernel, columns, experts, rows); its candidates are timed under even, random and skewed routing, because the
 estimate that picks a launch at serving is only a mean. Each time is divided by the best that any candidate reached under
-that routing; the score is the geometric mean of the three quotients times the worst of them, so that no routing pays for
-another. The search goes in stages: tiles and m-grid first, then, around the best of them, overflow slices, cap and speculation, and the best few again
-with more turns.
+that routing; the score is the geometric mean of the three quotients' mean and their worst, so that no routing pays for
+another. The search goes in stages: tiles and m-grid first, then, around the best of them, overflow slices, cap and
+speculation, and the best few again with more turns.
 """
 
 import concurrent.futures
@@ -127,12 +127,12 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def _scores(times: Sequence[Sequence[float]]) -> list[float]:
-    """One number a candidate, the lower the better: the mean quotient to the best of each routing, times the worst one."""
+    """One number a candidate, the lower the better: between its mean and its worst quotient to the best of each routing."""
     best = [min(routing) for routing in zip(*times, strict=True)]
     scores = []
     for candidate in times:
         quotients = [us / least for us, least in zip(candidate, best, strict=True)]
-        scores.append(_geometric_mean(quotients) * max(quotients))
+        scores.append(math.sqrt(_geometric_mean(quotients) * max(quotients)))
     return scores
 
 
