@@ -71,6 +71,7 @@ class Config:
     num_warps: int
     row_cap: str
     speculative: str
+    overflow_first: bool = False
     tables: bool = False
 
 
@@ -104,6 +105,7 @@ def plan(seed: int, count: int) -> list[Config]:
                 num_warps=choose.choice((1, 2, 4, 8)),
                 row_cap=choose.choice(("one", "sixteens", "any", "any")),
                 speculative=choose.choice(("none", "none", "sixteens", "any")),
+                overflow_first=choose.random() < 0.5,
                 tables=not silu and choose.random() < 0.7,
             )
         )
@@ -131,6 +133,7 @@ def launch_of(config: Config, choose: random.Random) -> MaskedRowsLaunch:
         num_warps=config.num_warps,
         overflow_experts=choose.choice((1, 2, 5, 16)),
         speculative_rows=_of_class(choose, config.speculative, 2 * config.padded),
+        overflow_first=config.overflow_first,
     )
 
 

@@ -69,6 +69,7 @@ def payloads(draw: st.DrawFn) -> Payload:
         num_warps=st.sampled_from([1, 4]) if DEVICE == "cuda" else st.just(1),
         overflow_experts=st.integers(1, 2),
         speculative_rows=st.sampled_from([0, 1, 3, 99]),
+        overflow_first=st.booleans(),
     )
     return Payload(
         form=draw(st.sampled_from(FORMATS)),

@@ -77,7 +77,6 @@ def _rule(kernel: str, columns: int, expected_m: int, experts: int) -> MeasuredL
 def _first_stage(
     tiles: Sequence[tuple[int, int, int]], columns: int, expected_m: int, experts: int
 ) -> list[MeasuredLaunch]:
-    slices = ours._overflow_experts(experts)
     candidates = []
     for row_block, col_block, warps in tiles:
         if col_block >= 2 * columns:
@@ -85,6 +84,9 @@ def _first_stage(
         # From half of the mean rows in flight per expert up to four times as many; the estimate is one above the mean.
         wanted = {max(1, math.ceil((expected_m - 1) * factor / row_block)) for factor in (0.5, 1, 2, 4)}
         for m_grid in sorted({min(64, triton.next_power_of_2(value)) for value in wanted}):
+            # Enough of phase 2 for the skewed routing, or its time would judge what is chosen only later.
+            hot_blocks = math.ceil((streaming.SKEW - 2) * (expected_m - 1) / row_block)
+            slices = max(1, min(math.ceil(hot_blocks / m_grid), experts // 2))
             for speculative in (0, 1) if expected_m <= _LATENCY_ROWS + 1 else (0,):
                 candidates.append(
                     MeasuredLaunch(expected_m, col_block, m_grid, 2, row_block, warps, slices, speculative)
@@ -92,14 +94,23 @@ def _first_stage(
     return candidates
 
 
-def _second_stage(best: Sequence[MeasuredLaunch], experts: int) -> list[MeasuredLaunch]:
-    slices = sorted({1, max(1, experts // 8), max(1, experts // 4), max(1, experts // 2)})
-    return [
-        dataclasses.replace(base, cap_slack=slack, overflow_experts=overflow, speculative_slack=speculative)
-        for base, slack, overflow, speculative in itertools.product(best, (2, 4), slices, (0, 1, 4))
+def _second_stage(best: Sequence[MeasuredLaunch]) -> list[MeasuredLaunch]:
+    candidates = []
+    for base in best:
+        slices = sorted({1, *(math.ceil(base.overflow_experts / part) for part in (1, 2, 4))})
         # From here on it is bytes that count, and a row read unseen is bytes for nothing.
-        if not (speculative and base.expected_m > 33)
-    ]
+        slacks = (0, 1, 4) if base.expected_m <= 2 * _LATENCY_ROWS + 1 else (0, 0.5, 1)
+        for cap, overflow, speculative, first in itertools.product((2, 4), slices, slacks, (False, True)):
+            candidates.append(
+                dataclasses.replace(
+                    base,
+                    cap_slack=cap,
+                    overflow_experts=overflow,
+                    speculative_slack=speculative,
+                    overflow_first=first,
+                )
+            )
+    return candidates
 
 
 def _times(
@@ -166,7 +177,9 @@ def _runs(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, list
 
 def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[MeasuredLaunch]) -> None:
     """Compile every candidate in threads (the assembler runs outside the interpreter lock) before anything is timed."""
-    distinct = {(c.col_block, c.row_block, c.num_warps, c.speculative_slack > 0): c for c in candidates}
+    distinct = {
+        (c.col_block, c.row_block, c.num_warps, c.speculative_slack > 0, c.overflow_first): c for c in candidates
+    }
     with concurrent.futures.ThreadPoolExecutor(max_workers=12) as pool:
         list(pool.map(run, distinct.values()))
     torch.cuda.synchronize()
@@ -180,7 +193,7 @@ def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) 
     _compile_ahead(runs[0], first)
     launches = launches_for(replay_us(capture(lambda: runs[0](first[0]), 4), 4))
     ranked = _ranked(first, _times(first, runs, launches))
-    second = _second_stage(ranked[:3], experts)
+    second = _second_stage(ranked[:3])
     _compile_ahead(runs[0], second)
     finalists = [*ranked[:2], *second]
     best = _ranked(finalists, _times(finalists, runs, launches))[:4]

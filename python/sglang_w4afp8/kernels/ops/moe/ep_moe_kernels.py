@@ -92,6 +92,7 @@ class MaskedRowsLaunch:
         overflow_experts: extra expert slices of the grid that share phase 2; at least 1.
         speculative_rows: first row blocks that start below this row are loaded before it is known whether they are live
             (padding is always readable); 0 for none.
+        overflow_first: the slices of phase 2 come before the experts in the grid, so that what takes longest starts first.
     """
 
     col_block: int
@@ -101,12 +102,16 @@ class MaskedRowsLaunch:
     num_warps: int = 4
     overflow_experts: int = 1
     speculative_rows: int = 0
+    overflow_first: bool = False
 
 
-@functools.cache
+# Read once, like Triton does where a kernel is defined; torch.compile could not trace the question.
+_NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
+
+
 def _has_ptx(device: torch.device) -> bool:
     """Whether kernels on ``device`` are compiled to PTX: an NVIDIA GPU, and not Triton's interpreter."""
-    return device.type == "cuda" and torch.version.hip is None and not triton.knobs.runtime.interpret
+    return _NVIDIA and device.type == "cuda"
 
 
 def _floor_pow2(value: int) -> int:
@@ -252,6 +257,20 @@ def _live_rows(count, limit):
     the load would make everything after it wait for memory.
     """
     return tl.minimum(tl.maximum(count, 0), limit)
+
+
+@triton.jit
+def _place(NUM_EXPERTS: tl.constexpr, OVERFLOW_FIRST: tl.constexpr):
+    """What this program works on along the grid's last axis: whether one expert's own rows; that expert; else its slice of
+    phase 2."""
+    place = tl.program_id(2)
+    if OVERFLOW_FIRST:
+        expert = place - (tl.num_programs(2) - NUM_EXPERTS)
+        own, overflow_slice = expert >= 0, place
+    else:
+        expert = place
+        own, overflow_slice = place < NUM_EXPERTS, place - NUM_EXPERTS
+    return own, expert, overflow_slice
 
 
 @triton.jit
@@ -406,6 +425,7 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
     EXPERT_BLOCK: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
     SPECULATIVE: tl.constexpr,
+    OVERFLOW_FIRST: tl.constexpr,
     WRITE_PROBLEM_SIZES: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
     PACKED_X_SCALE: tl.constexpr,
@@ -417,13 +437,14 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
     payload); masked_m [NUM_EXPERTS]. Shapes and strides are constants of the kernel: a server has one set of them, and at two
     microseconds a launch the address arithmetic before the first load is a part of the time.
     """
-    pid_g, pid_m, pid_e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pid_g, pid_m = tl.program_id(0), tl.program_id(1)
+    own, pid_e, overflow_slice = _place(NUM_EXPERTS, OVERFLOW_FIRST)
     m_grid = tl.num_programs(1)
     # Whole scale groups: one scalar scale a group, and the payload contiguous along the fast axis.
     groups = pid_g * G_BLOCK_SIZE + tl.arange(0, G_BLOCK_SIZE)
     output_scale = tl.load(output_scale_ptr).to(tl.float32)
 
-    if pid_e < NUM_EXPERTS:
+    if own:
         # Phase 1: this expert's rows below the cap.
         count = tl.load(masked_m_ptr + pid_e)
         limit = tl.minimum(row_cap, M)
@@ -494,7 +515,7 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
         # Phase 2: the rows above the cap, shared by the overflow slices.
         expert_ids, rows, blocks = _overflow_blocks(masked_m_ptr, row_cap, NUM_EXPERTS, M, ROW_BLOCK, EXPERT_BLOCK)
         total = tl.sum(blocks)
-        first_index = (pid_e - NUM_EXPERTS) * m_grid + pid_m
+        first_index = overflow_slice * m_grid + pid_m
         # With even load there is nothing to share: leave before the prefix sum, which phase 1 would be waiting for.
         if first_index >= total:
             return
@@ -616,6 +637,8 @@ def _grid(launch: MaskedRowsLaunch, columns: int, num_experts: int) -> tuple[int
     )
 
 
+# torch.compile calls it as it is: choosing a launch is host code with caches, which a trace would freeze.
+@torch.compiler.disable
 def fp8_per_token_to_per_tensor_quant_triton(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
@@ -700,6 +723,7 @@ def fp8_per_token_to_per_tensor_quant_triton(
         EXPERT_BLOCK=triton.next_power_of_2(num_experts),
         WIDE_OFFSETS=max(x.numel(), furthest_scale + 1) > _MAX_NARROW_ELEMENTS,
         SPECULATIVE=launch.speculative_rows > 0,
+        OVERFLOW_FIRST=launch.overflow_first,
         WRITE_PROBLEM_SIZES=write_tables,
         HAS_X_SCALE=x_scale is not None,
         PACKED_X_SCALE=x_scale is not None and x_scale.dtype == torch.int32,
@@ -832,6 +856,7 @@ def _silu_and_mul_masked_quant_kernel(
     EXPERT_BLOCK: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
     SPECULATIVE: tl.constexpr,
+    OVERFLOW_FIRST: tl.constexpr,
     PTX_MATH: tl.constexpr,
 ):
     """Grid (column tiles, m-grid, experts + overflow slices): the requant's schedule over SiLU-and-multiply rows.
@@ -839,11 +864,12 @@ def _silu_and_mul_masked_quant_kernel(
     Shapes: input [NUM_EXPERTS, M, 2 * N] with gate first, output [NUM_EXPERTS, M, N] fp8, both contiguous; SCALE_STRIDE is
     0 for a per-tensor scale and 1 for one scale an expert.
     """
-    pid_n, pid_m, pid_e = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pid_n, pid_m = tl.program_id(0), tl.program_id(1)
+    own, pid_e, overflow_slice = _place(NUM_EXPERTS, OVERFLOW_FIRST)
     m_grid = tl.num_programs(1)
     columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    if pid_e < NUM_EXPERTS:
+    if own:
         # Phase 1: this expert's rows below the cap.
         count = tl.load(masked_m_ptr + pid_e)
         scale = tl.load(scale_ptr + pid_e * SCALE_STRIDE).to(tl.float32)
@@ -893,7 +919,7 @@ def _silu_and_mul_masked_quant_kernel(
         # Phase 2: the rows above the cap, shared by the overflow slices.
         expert_ids, rows, blocks = _overflow_blocks(masked_m_ptr, row_cap, NUM_EXPERTS, M, ROW_BLOCK, EXPERT_BLOCK)
         total = tl.sum(blocks)
-        first_index = (pid_e - NUM_EXPERTS) * m_grid + pid_m
+        first_index = overflow_slice * m_grid + pid_m
         # With even load there is nothing to share: leave before the prefix sum, which phase 1 would be waiting for.
         if first_index >= total:
             return
@@ -953,6 +979,8 @@ def _check_silu(
     _check_same_device(input, output=output, masked_m=masked_m, scale=scale)
 
 
+# torch.compile calls it as it is: choosing a launch is host code with caches, which a trace would freeze.
+@torch.compiler.disable
 def silu_and_mul_masked_post_per_tensor_quant_fwd(
     input: torch.Tensor,
     output: torch.Tensor,
@@ -1003,6 +1031,7 @@ def silu_and_mul_masked_post_per_tensor_quant_fwd(
         EXPERT_BLOCK=triton.next_power_of_2(num_experts),
         WIDE_OFFSETS=input.numel() > _MAX_NARROW_ELEMENTS,
         SPECULATIVE=launch.speculative_rows > 0,
+        OVERFLOW_FIRST=launch.overflow_first,
         # Works on pairs of columns; a tile is a power of two, so only that of one column and one row has none.
         PTX_MATH=_has_ptx(input.device) and input.dtype == torch.bfloat16 and launch.col_block * launch.row_block > 1,
         num_warps=launch.num_warps,

@@ -27,6 +27,7 @@ _KERNELS = ("requant", "silu")
 _NUM_WARPS_MAX = 16
 _PROGRAMS_MAX = 32_768
 _TILE_ELEMENTS_MAX = 2**20
+_SLACK_MAX = 1024
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class MeasuredLaunch:
     Attributes:
         expected_m: the dispatcher's estimate it was measured at.
         cap_slack: rows that stay with their expert, in multiples of ``expected_m``.
-        speculative_slack: rows that may be loaded unseen, in multiples of the mean behind ``expected_m`` (one less).
+        speculative_slack: rows that may be loaded unseen, in multiples of the mean behind ``expected_m`` (one less); 0.5
+            is half of it.
         others: as in :class:`MaskedRowsLaunch`.
     """
 
@@ -47,7 +49,8 @@ class MeasuredLaunch:
     row_block: int
     num_warps: int
     overflow_experts: int
-    speculative_slack: int
+    speculative_slack: float
+    overflow_first: bool = False
 
     def launch(self, expected_rows: int) -> MaskedRowsLaunch:
         return MaskedRowsLaunch(
@@ -57,7 +60,8 @@ class MeasuredLaunch:
             self.row_block,
             self.num_warps,
             self.overflow_experts,
-            self.speculative_slack * max(1, expected_rows - 1),
+            math.ceil(self.speculative_slack * max(1, expected_rows - 1)),
+            self.overflow_first,
         )
 
 
@@ -76,16 +80,31 @@ def _integer(
     return value
 
 
+def _slack(entry: Mapping[str, Any], field: str) -> float:
+    value = entry[field]
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _SLACK_MAX:
+        raise ValueError(f"{field}: is {value!r}, must be a number from 0 to {_SLACK_MAX}")
+    return value
+
+
+def _flag(entry: Mapping[str, Any], field: str) -> bool:
+    value = entry[field]
+    if not isinstance(value, bool):
+        raise ValueError(f"{field}: is {value!r}, must be true or false")
+    return value
+
+
 def _parse_launch(entry: Mapping[str, Any], elements_of_column: int) -> MeasuredLaunch:
     launch = MeasuredLaunch(
         expected_m=_integer(entry, "expected_m"),
         col_block=_integer(entry, "col_block", power_of_two=True),
         m_grid=_integer(entry, "m_grid", most=_PROGRAMS_MAX),
-        cap_slack=_integer(entry, "cap_slack", most=1024),
+        cap_slack=_integer(entry, "cap_slack", most=_SLACK_MAX),
         row_block=_integer(entry, "row_block", power_of_two=True),
         num_warps=_integer(entry, "num_warps", most=_NUM_WARPS_MAX, power_of_two=True),
         overflow_experts=_integer(entry, "overflow_experts", most=_PROGRAMS_MAX),
-        speculative_slack=_integer(entry, "speculative_slack", least=0, most=1024),
+        speculative_slack=_slack(entry, "speculative_slack"),
+        overflow_first=_flag(entry, "overflow_first"),
     )
     tile = launch.row_block * launch.col_block * elements_of_column
     if tile > _TILE_ELEMENTS_MAX:

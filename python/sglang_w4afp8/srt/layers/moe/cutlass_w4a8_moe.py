@@ -154,6 +154,8 @@ def _grouped_gemm(
     )
 
 
+# torch.compile calls it as it is: tiles are chosen by host code, and there is nothing to fuse between compiled kernels.
+@torch.compiler.disable
 def cutlass_w4a8_moe_deepep_ll(
     a_states: torch.Tensor,
     a_scales: torch.Tensor | None,

@@ -98,7 +98,11 @@ def test_where_the_expert_limit_binds(num_experts, rows, m_grid):
 
 
 LAUNCHES = [
-    MaskedRowsLaunch(g_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows)
+    MaskedRowsLaunch(
+        *(g_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows),
+        # Either order of the grid with every value of the others, at half the combinations.
+        overflow_first=(m_grid // 2 + row_cap // 4) % 2 == 1,
+    )
     for g_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows in itertools.product(
         (1, 8), (1, 3, 32), (1, 5, 11), (1, 4), (1, 4), (1, 3), (0, 2, 64)
     )

@@ -48,6 +48,7 @@ def launchable(launch: MaskedRowsLaunch) -> MaskedRowsLaunch:
         num_warps=launch.num_warps if DEVICE == "cuda" else 1,
         overflow_experts=min(launch.overflow_experts, PROGRAMS_MAX),
         speculative_rows=min(launch.speculative_rows, PADDED),
+        overflow_first=launch.overflow_first,
     )
 
 

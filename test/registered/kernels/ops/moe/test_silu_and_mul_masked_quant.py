@@ -146,7 +146,11 @@ def test_where_the_expert_limit_binds(num_experts, rows):
 
 
 LAUNCHES = [
-    MaskedRowsLaunch(col_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows)
+    MaskedRowsLaunch(
+        *(col_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows),
+        # Either order of the grid with every value of the others, at half the combinations.
+        overflow_first=(m_grid // 2 + row_cap // 4) % 2 == 1,
+    )
     for col_block, m_grid, row_cap, row_block, num_warps, overflow_experts, speculative_rows in itertools.product(
         (16, 64), (1, 3, 16), (1, 5, 11), (1, 4), (1, 4), (1, 3), (0, 2, 64)
     )

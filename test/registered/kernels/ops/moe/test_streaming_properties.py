@@ -65,6 +65,7 @@ def launches(draw, max_col_block_log2):
         num_warps=1 << draw(st.integers(0, 2)) if DEVICE == "cuda" else 1,
         overflow_experts=draw(st.integers(1, 4)),
         speculative_rows=draw(st.sampled_from([0, 1, 2, 5, 99])),
+        overflow_first=draw(st.booleans()),
     )
 
 

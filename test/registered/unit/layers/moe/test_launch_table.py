@@ -40,11 +40,12 @@ FIELDS = (
     "overflow_experts",
     "speculative_slack",
 )
+COUNTS = FIELDS[:-1]
 
 
 def entry(expected_m=2, **changes):
     values = dict(zip(FIELDS, (expected_m, 16, 8, 2, 1, 4, 8, 0), strict=True))
-    return {**values, **changes}
+    return {**values, "overflow_first": False, **changes}
 
 
 def one(**changes):
@@ -98,14 +99,32 @@ def test_what_tuning_writes_is_what_is_parsed():
     assert table["silu"][2048][256] == tuple(launches["silu", 2048, 256])
 
 
-@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("field", COUNTS)
 @pytest.mark.parametrize("value", [-1, 1.0, "8", True, None, [8]], ids=repr)
 def test_a_value_that_is_no_count_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=rf"^{field}: is .*must be "):
         launch_table.parse(one(**{field: value}))
 
 
-@pytest.mark.parametrize("field", [field for field in FIELDS if field != "speculative_slack"])
+@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), "8", True, None, [8]], ids=repr)
+def test_a_slack_that_is_no_number_is_refused_by_name(value):
+    with pytest.raises(ValueError, match=r"^speculative_slack: is .*must be a number from 0 to "):
+        launch_table.parse(one(speculative_slack=value))
+
+
+@pytest.mark.parametrize("value", [0, 1, "true", None], ids=repr)
+def test_a_flag_that_is_neither_true_nor_false_is_refused_by_name(value):
+    with pytest.raises(ValueError, match=r"^overflow_first: is .*must be true or false"):
+        launch_table.parse(one(overflow_first=value))
+
+
+def test_half_of_the_mean_may_be_read_unseen():
+    launch = MeasuredLaunch(65, 16, 8, 2, 1, 4, 8, 0.5, True).launch(65)
+    assert (launch.speculative_rows, launch.overflow_first) == (32, True)
+    assert MeasuredLaunch(2, 16, 8, 2, 1, 4, 8, 0.5).launch(2).speculative_rows == 1
+
+
+@pytest.mark.parametrize("field", COUNTS)
 def test_zero_is_refused_by_name(field):
     with pytest.raises(ValueError, match=rf"^{field}: is 0, must be "):
         launch_table.parse(one(**{field: 0}))
