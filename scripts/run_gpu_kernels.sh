@@ -40,7 +40,8 @@ stage_layer() {
   python3 benchmark/moe_layer.py "${library[@]}" --out "$out/moe_layer$tag.json"
 }
 stage_two() {
-  python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json" ${TWO_ARGUMENTS:-}
+  local command=(python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json")
+  "${command[@]}" --table "$out" ${TWO_ARGUMENTS:-} && "${command[@]}" --accuracy
 }
 stage_sanitize() {
   local tool log failed=0
