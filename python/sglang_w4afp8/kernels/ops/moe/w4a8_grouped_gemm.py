@@ -513,6 +513,8 @@ def w4a8_rows(
             raise TypeError(f"{name}: dtype is {numbers.dtype}, must be torch.int32")
         if tuple(numbers.shape) != (num_experts,):
             raise ValueError(f"{name}: shape is {list(numbers.shape)}, must be [{num_experts}]")
+    if not first_rows.is_contiguous():
+        raise ValueError(f"first_rows: stride is {first_rows.stride(0)}, must be contiguous")
     _rows_kernel[(n // launch.block_n, num_experts)](
         x,
         x_scale,

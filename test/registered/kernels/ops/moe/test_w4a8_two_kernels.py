@@ -24,6 +24,7 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     relative_error,
     unpack_int4,
 )
+from sglang_w4afp8.srt.layers.moe import two_kernels
 
 register_cuda_ci(est_time=120, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=40, suite="base-b-kernel-unit")
@@ -291,6 +292,40 @@ def test_bad_input_is_refused_by_name(case):
     spoil(arguments)
     with pytest.raises(error, match=rf"^{name}: "):
         two.w4a8_gate_up(**arguments, words=WORDS)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are the device's")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("expected_m", [2, 40])
+def test_a_captured_layer_follows_the_rows_of_each_replay(bf16, expected_m):
+    experts, padded, hidden, inner = 8, 64, 1024, 512
+    layer = []
+    for gate_up, n, k in ((True, 2 * inner, hidden), (False, hidden, inner)):
+        _, _, packed, scales = weights(experts, n, k)
+        two.regroup_weights(packed, scales, 64, gate_up=gate_up)
+        setattr(packed, two_kernels._LAYOUT, two.TileLayout(64, gate_up, True))
+        layer.append((packed, scales))
+    (w1, s1), (w2, s2) = layer
+    values, scales, x, x_scale, masked_m = payload(experts, padded, hidden, [padded] * experts)
+    if bf16:
+        x, x_scale = (values.unflatten(2, (-1, 128)) * scales[..., None]).flatten(2).to(torch.bfloat16).to(DEVICE), None
+    statics = torch.tensor([0.125], device=DEVICE), torch.tensor([64.0], device=DEVICE)
+
+    def run():
+        return two_kernels.moe_deepep_ll(x, x_scale, w1, w2, s1, s2, masked_m, *statics, expected_m)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for counts in ([padded] * experts, [1] * experts, [0] * experts, [0, 64, 3, 0, 17, 1, 33, 5]):
+        masked_m.copy_(torch.tensor(counts, dtype=torch.int32))
+        output.fill_(-7.0)
+        graph.replay()
+        eager, live = run(), live_mask(masked_m.cpu(), padded)
+        assert torch.equal(output.cpu()[live], eager.cpu()[live])
+        assert output.isfinite().all() and (output.cpu()[~live] == -7.0).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="full-size layers are for the device")
