@@ -3,19 +3,32 @@
 
     python3 benchmark/two_kernels.py --out benchmark/results/h200/two_kernels.json
     python3 benchmark/two_kernels.py --kernel-library .../common_ops.abi3.so --kernel-version 0.4.5 --out out.json
+    python3 benchmark/two_kernels.py --out out.json --table python/sglang_w4afp8/configs   # and write the tuned table
+    python3 benchmark/two_kernels.py --out out.json --accuracy                             # errors, not times
 
-Per cell every candidate launch of each kernel is timed in turns, then the best two together as one graph beside the whole
-chains. The floor is the time to read the live experts' weights and scales at the speed of a plain stream over memory. The
-layer's result is compared with a float reference over sampled rows, and so is the CUTLASS chain's.
+Three steps, each of which goes on where an interrupted run stopped:
+
+1. Per cell every candidate launch of each kernel is timed in turns; the medians are kept beside the results (``.search.json``).
+2. Per shape one ``block_n`` a kernel is chosen, since it is the layout that a server's weights get whatever its rows, and per
+   row count the launch that is best over all routings.
+3. Per cell the layer with those launches is timed as one graph beside the whole chains.
+
+The floor is the time to read the live experts' weights and scales at the speed of a plain stream over memory, measured in the
+same run. The layer's result is compared with a float64 reference over sampled rows, and so are the chains'.
+
+``--accuracy`` compares the errors of the three over payloads, weights and static scales of several kinds, some of them made to
+hurt, and keeps them in the same file.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import itertools
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +40,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import moe_layer
 from gemm_tiles import load_kernel
+from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import interleaved_medians, run_metadata, write_json
+from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
+from sglang_w4afp8.kernels.ops.moe.grouped_gemm_table import MeasuredPair, ShapeLaunches
 from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GroupedGemmLaunch
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     deinterleave_scales,
     dequantize_weight,
     relative_error,
 )
-from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import stream_bandwidth, weight_bytes
+from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import stream_bandwidth, table_metadata, weight_bytes
 
 EXPERTS = (64, 256, 32, 128, 8)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUTINGS = ("even", "random", "skew16")
 SAMPLED_EXPERTS, SAMPLED_ROWS = 4, 8
+# What a run must share with the one whose file it goes on with.
+SET_UP = ("gpu", "driver", "torch", "triton", "sglang", "sglang_w4afp8", "sglang_kernel")
+GEMMS = ("gate_up", "down")
+# Turns of a candidate in the search.
+SEARCH_REPEATS = 5
+
+Result = dict[str, Any]
 
 
 def candidates(rows: int, gate_up: bool) -> list[GroupedGemmLaunch]:
@@ -75,82 +98,336 @@ class Regrouped:
 
 
 def reference_rows(layer: moe_layer.Layer, cell: streaming.Cell, x: torch.Tensor, x_scale: torch.Tensor) -> dict:
-    """Float results of some live rows of some experts: (expert, rows) -> ``[rows, hidden]``, nothing rounded on the way."""
+    """Float64 results of some live rows of some experts: expert -> ``[rows, hidden]``, nothing rounded on the way."""
     counts = cell.row_counts().tolist()
     live = [expert for expert, count in enumerate(counts) if count]
     chosen = live[:: max(1, len(live) // SAMPLED_EXPERTS)][:SAMPLED_EXPERTS]
     results = {}
     for expert in chosen:
         rows = min(counts[expert], SAMPLED_ROWS)
-        activations = (x[expert, :rows].float().unflatten(1, (-1, 128)) * x_scale[expert, :rows, :, None]).flatten(1)
+        activations = (x[expert, :rows].double().unflatten(1, (-1, 128)) * x_scale[expert, :rows, :, None]).flatten(1)
         weights = [
-            dequantize_weight(w[expert : expert + 1], deinterleave_scales(s[expert : expert + 1], w.size(1)))[0]
+            dequantize_weight(
+                w[expert : expert + 1], deinterleave_scales(s[expert : expert + 1], w.size(1)), torch.float64
+            )[0]
             for w, s in ((layer.w1, layer.w1_scale), (layer.w2, layer.w2_scale))
         ]
         gate, up = (activations @ weights[0].T).chunk(2, dim=1)
-        limit = 448 * layer.a2_scale
+        limit = 448 * float(layer.a2_scale)
         inner = (torch.nn.functional.silu(gate) * up).clamp(-limit, limit)
         results[expert] = inner @ weights[1].T
     return results
 
 
 def error_of(output: torch.Tensor, expected: dict[int, torch.Tensor]) -> float:
-    ours = torch.cat([output[expert, : len(rows)].float() for expert, rows in expected.items()])
+    ours = torch.cat([output[expert, : len(rows)].double() for expert, rows in expected.items()])
     return relative_error(ours, torch.cat(list(expected.values())))
 
 
-def measure(
-    layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell, kernel: Callable[..., Any], options: Any
-) -> dict[str, Any]:
-    experts = cell.experts
-    x, x_scale, masked_m, _, _ = layer.payload.arguments(cell)
-    x, x_scale = x[:, : cell.padded].contiguous(), x_scale[:, : cell.padded]
-    x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
-    inner = torch.empty((experts, cell.padded, layer.inner), dtype=torch.float8_e4m3fn, device=x.device)
-    output = torch.empty((experts, cell.padded, layer.hidden), dtype=torch.bfloat16, device=x.device)
+def worst_row_error(output: torch.Tensor, expected: dict[int, torch.Tensor]) -> float:
+    """The largest relative error of any row: one that is small beside the others is lost in the error of all."""
+    return max(
+        relative_error(output[expert, row].double(), rows[row])
+        for expert, rows in expected.items()
+        for row in range(len(rows))
+    )
 
-    def gate_up(launch: GroupedGemmLaunch) -> Callable[[], None]:
-        weights = regrouped.get(True, launch.block_n, experts)
-        return lambda: two.w4a8_gate_up(x, x_scale, *weights, masked_m, layer.a2_scale, inner, launch)
 
-    def down(launch: GroupedGemmLaunch) -> Callable[[], None]:
-        weights = regrouped.get(False, launch.block_n, experts)
-        return lambda: two.w4a8_down(inner, layer.a2_scale, *weights, masked_m, output, launch)
+class LayerRuns:
+    """The layer's two kernels over one cell's payload, for any launch."""
 
-    best = []
-    for make, is_gate_up in ((gate_up, True), (down, False)):
-        launches = candidates(cell.rows, is_gate_up)
-        medians = interleaved_medians({str(i): make(launch) for i, launch in enumerate(launches)}, 5)
-        index = min(medians, key=lambda name: medians[name])
-        best.append((launches[int(index)], medians[index]))
-    first, second = gate_up(best[0][0]), down(best[1][0])
+    def __init__(self, layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> None:
+        self.layer, self.regrouped, self.experts = layer, regrouped, cell.experts
+        x, x_scale, self.masked_m, _, _ = layer.payload.arguments(cell)
+        self.x = x[:, : cell.padded].contiguous()
+        self.x_scale = x_scale[:, : cell.padded].transpose(1, 2).contiguous().transpose(1, 2)
+        shape = (cell.experts, cell.padded)
+        self.inner = torch.empty((*shape, layer.inner), dtype=torch.float8_e4m3fn, device=x.device)
+        self.output = torch.empty((*shape, layer.hidden), dtype=torch.bfloat16, device=x.device)
 
-    def triton_layer() -> torch.Tensor:
-        first()
-        second()
-        return output
+    def gate_up(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
+        weights = self.regrouped.get(True, launch.block_n, self.experts)
+        arguments = (self.x, self.x_scale, *weights, self.masked_m, self.layer.a2_scale, self.inner, launch)
+        return lambda: two.w4a8_gate_up(*arguments)
 
-    expected = reference_rows(layer, cell, x, x_scale)
+    def down(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
+        weights = self.regrouped.get(False, launch.block_n, self.experts)
+        arguments = (self.inner, self.layer.a2_scale, *weights, self.masked_m, self.output, launch)
+        return lambda: two.w4a8_down(*arguments)
+
+    def whole(self, first: GroupedGemmLaunch, second: GroupedGemmLaunch) -> Callable[[], torch.Tensor]:
+        gate_up, down = self.gate_up(first), self.down(second)
+
+        def layer() -> torch.Tensor:
+            gate_up()
+            down()
+            return self.output
+
+        return layer
+
+
+# ---- the search
+
+
+def launch_name(launch: GroupedGemmLaunch) -> str:
+    """A launch as a key of a JSON file; :func:`launch_of` reads it."""
+    return ",".join(str(value) for value in launch.__dict__.values())
+
+
+def launch_of(name: str) -> GroupedGemmLaunch:
+    return GroupedGemmLaunch(*(int(value) for value in name.split(",")))
+
+
+def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> Result:
+    """Medians of every candidate of both kernels, by its name; one that cannot be launched here is left out."""
+    runs = LayerRuns(layer, regrouped, cell)
+    found: Result = {"expected_m": cell.expected_m()}
+    for gemm, make in zip(GEMMS, (runs.gate_up, runs.down), strict=True):
+        providers = {launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up")}
+        # The assembler runs outside of the interpreter's lock.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=12) as pool:
+            outcomes = list(pool.map(_error_of_call, providers.values()))
+        failed = [name for name, error in zip(providers, outcomes, strict=True) if error]
+        torch.cuda.synchronize()
+        for name in failed:
+            del providers[name]
+        medians = interleaved_medians(providers, SEARCH_REPEATS)
+        found[gemm] = {name: round(us, 2) for name, us in medians.items()}
+    return found
+
+
+def _error_of_call(run: Callable[[], None]) -> Exception | None:
+    try:
+        run()
+    except Exception as error:  # too much shared memory or too many registers, in the compiler's own words
+        return error
+    return None
+
+
+def _geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def choose_launches(cells: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, dict[int, GroupedGemmLaunch]]]:
+    """Per kernel the ``block_n`` and, by ``expected_m``, the launch that the searched cells of one shape speak for.
+
+    A launch's score at an estimate is the geometric mean over the routings, because the estimate is all that is known when it
+    is chosen; a ``block_n``'s score is that of its best launches over all estimates.
+    """
+    chosen = {}
+    for gemm in GEMMS:
+        by_estimate: dict[int, list[Mapping[str, float]]] = {}
+        for cell in cells:
+            by_estimate.setdefault(cell["expected_m"], []).append(cell[gemm])
+        best: dict[int, dict[int, tuple[float, GroupedGemmLaunch]]] = {}
+        for expected_m, routings in by_estimate.items():
+            for name in set.intersection(*(set(medians) for medians in routings)):
+                launch, score = launch_of(name), _geometric_mean(medians[name] for medians in routings)
+                of_block = best.setdefault(launch.block_n, {})
+                of_block[expected_m] = min(of_block.get(expected_m, (math.inf, launch)), (score, launch), key=_score)
+        complete = {block_n: found for block_n, found in best.items() if len(found) == len(by_estimate)}
+        if not complete:
+            raise SystemExit(f"{gemm}: no block_n has a launch at every row count")
+        block_n = min(complete, key=lambda block: _geometric_mean(score for score, _ in complete[block].values()))
+        chosen[gemm] = block_n, {expected_m: launch for expected_m, (_, launch) in complete[block_n].items()}
+    return chosen
+
+
+def _score(entry: tuple[float, GroupedGemmLaunch]) -> float:
+    return entry[0]
+
+
+# ---- the measurement
+
+
+def measure_cell(
+    layer: moe_layer.Layer,
+    regrouped: Regrouped,
+    cell: streaming.Cell,
+    kernel: Callable[..., Any],
+    launches: tuple[GroupedGemmLaunch, GroupedGemmLaunch],
+    repeats: int,
+    bandwidth: float,
+) -> Result:
+    runs = LayerRuns(layer, regrouped, cell)
+    triton_layer = runs.whole(*launches)
+    expected = reference_rows(layer, cell, runs.x, runs.x_scale)
     chains = moe_layer.chains(layer, cell, kernel)
-    errors = {
-        "triton_rel_err": error_of(triton_layer(), expected),
-        **{f"{name}_rel_err": error_of(run(), expected) for name, run in chains.items()},
-    }
-    medians = interleaved_medians({"triton": triton_layer, **chains}, options.repeats)
-    live = int((masked_m > 0).sum())
+    providers = {"triton": triton_layer, **chains}
+    errors = {f"{name}_rel_err": error_of(run(), expected) for name, run in providers.items()}
+    parts = {"gate_up": runs.gate_up(launches[0]), "down": runs.down(launches[1])}
+    medians = interleaved_medians({**providers, **parts}, repeats)
+    live = int((runs.masked_m > 0).sum())
     read = weight_bytes(2 * layer.inner, layer.hidden, live) + weight_bytes(layer.hidden, layer.inner, live)
     return {
         "expected_m": cell.expected_m(),
         "engine_us": round(medians["engine"], 2) if "engine" in medians else None,
         "cutlass_us": round(medians["ours"], 2),
         "triton_us": round(medians["triton"], 2),
-        "gate_up_us": round(best[0][1], 2),
-        "down_us": round(best[1][1], 2),
-        "floor_us": round(read / options.bandwidth, 2),
+        "gate_up_us": round(medians["gate_up"], 2),
+        "down_us": round(medians["down"], 2),
+        "floor_us": round(read / bandwidth, 2),
         "weight_stream_tb_s": round(read / medians["triton"] / 1e6, 3),
+        "copy_tb_s": round(bandwidth / 1e6, 3),
         **{name.replace("ours", "cutlass"): round(value, 5) for name, value in errors.items()},
-        "gate_up": best[0][0].__dict__,
-        "down": best[1][0].__dict__,
+        **{name: dict(launch.__dict__) for name, launch in zip(GEMMS, launches, strict=True)},
+    }
+
+
+def make_table(
+    searched: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
+) -> dict[tuple[int, int, int], ShapeLaunches]:
+    """Launches of every searched shape, with the layer's times where they were measured: means over the routings."""
+    table = {}
+    shapes = sorted({(cell["inner"], cell["hidden"], cell["experts"]) for cell in searched})
+    for n, k, experts in shapes:
+        wanted = {"inner": n, "hidden": k, "experts": experts}
+        chosen = choose_launches(_matching(searched, wanted))
+        pairs = []
+        for expected_m in sorted(chosen["gate_up"][1]):
+            launches = [chosen[gemm][1][expected_m] for gemm in GEMMS]
+            times = [
+                cell
+                for cell in _matching(measured, {**wanted, "expected_m": expected_m})
+                if [cell[gemm] for gemm in GEMMS] == [launch.__dict__ for launch in launches]
+            ]
+            means = [
+                round(_geometric_mean(cell[name] for cell in times), 2) if times else None
+                for name in ("triton_us", "cutlass_us")
+            ]
+            pairs.append(MeasuredPair(expected_m, *launches, *means))
+        table[n, k, experts] = ShapeLaunches(tuple(pairs))
+    return table
+
+
+def write_table(folder: Path, table: Mapping[tuple[int, int, int], ShapeLaunches], kernel_version: str) -> Path:
+    """Write the tuned file of this GPU; shapes of other runs that it holds already are kept."""
+    gpu = tuned_config.gpu_name() or ""
+    path = folder / tuned_config.file_name(grouped_gemm_table.KIND, gpu)
+    match = {"gpu": gpu, "schedule": grouped_gemm_table.SCHEDULE}
+    kept = grouped_gemm_table.parse(tuned_config.read_tuned(path, match)) if path.is_file() else {}
+    data = grouped_gemm_table.to_data({**kept, **table})
+    # What could not be read again must not be written.
+    grouped_gemm_table.parse(data)
+    tuned_config.write_tuned(path, {**table_metadata(gpu, kernel_version), **match}, data)
+    return path
+
+
+# ---- accuracy
+
+
+def _powers(shape: Sequence[int], low: int, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    return 2.0 ** torch.randint(low, 1, tuple(shape), device=device, generator=generator)
+
+
+def _wide_groups(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+    layer.payload.scales.mul_(_powers(layer.payload.scales.shape, -12, layer.device, generator))
+
+
+def _hot_row(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+    # Scales are stored [E, K / 128, rows].
+    layer.payload.scales[:, :, 0] *= 256
+
+
+def _hot_group(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+    layer.payload.scales[:, 0] *= 256
+
+
+def _wide_weights(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+    for scales in (layer.w1_scale, layer.w2_scale):
+        scales.mul_(_powers(scales.shape, -8, layer.device, generator))
+
+
+def _nothing(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+    pass
+
+
+# Name -> what is done to the layer, and by which factors its two calibrated input scales are then wrong.
+ACCURACY: dict[str, tuple[Callable[[moe_layer.Layer, torch.Generator], None], float, float]] = {
+    "random": (_nothing, 1.0, 1.0),
+    "activation groups over 2^12": (_wide_groups, 1.0, 1.0),
+    "one row 256 times the others": (_hot_row, 1.0, 1.0),
+    "one group 256 times the others": (_hot_group, 1.0, 1.0),
+    "weight groups over 2^8": (_wide_weights, 1.0, 1.0),
+    "both groups wide": (lambda layer, generator: (_wide_groups(layer, generator), _wide_weights(layer, generator)), 1, 1),
+    "first input scale 4 times too small": (_nothing, 0.25, 1.0),
+    "first input scale 64 times too large": (_nothing, 64.0, 1.0),
+    "second input scale 4 times too small": (_nothing, 1.0, 0.25),
+    "second input scale 64 times too large": (_nothing, 1.0, 64.0),
+}  # fmt: skip
+ACCURACY_EXPERTS, ACCURACY_PADDED, ACCURACY_ROWS = 8, 512, (1, 8, 64)
+
+
+def calibrate(layer: moe_layer.Layer, cell: streaming.Cell) -> None:
+    """Static input scales as a calibration over this payload gives them: the largest value is e4m3's largest."""
+    x, x_scale, _, _, _ = layer.payload.arguments(cell)
+    largest = (x.float().abs().unflatten(2, (-1, 128)).amax(3) * x_scale).amax()
+    layer.a1_scale.fill_(float(largest) / 448)
+    peak = 0.0
+    for expert, count in enumerate(cell.row_counts().tolist()):
+        if count:
+            rows = (x[expert, :count].float().unflatten(1, (-1, 128)) * x_scale[expert, :count, :, None]).flatten(1)
+            scales = deinterleave_scales(layer.w1_scale[expert : expert + 1], layer.w1.size(1))[0]
+            gate, up = (rows @ dequantize_weight(layer.w1[expert], scales).T).chunk(2, dim=1)
+            peak = max(peak, float((torch.nn.functional.silu(gate) * up).abs().max()))
+    layer.a2_scale.fill_(peak / 448)
+
+
+def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callable[..., Any]) -> Result:
+    """Errors of the engine's chain, ours and the two kernels against float64 on a layer of one kind."""
+    layer = moe_layer.Layer(ACCURACY_EXPERTS, ACCURACY_PADDED, hidden, inner, "cuda")
+    spoil, first, second = ACCURACY[case]
+    spoil(layer, torch.Generator("cuda").manual_seed(rows))
+    cell = streaming.Cell(ACCURACY_EXPERTS, ACCURACY_PADDED, rows, "random")
+    calibrate(layer, cell)
+    # Off by a factor from here on: what a checkpoint calibrated on other text has.
+    layer.a1_scale.mul_(first)
+    layer.a2_scale.mul_(second)
+    runs = LayerRuns(layer, Regrouped(layer), cell)
+    expected = reference_rows(layer, cell, runs.x, runs.x_scale)
+    launches = (grouped_gemm_table.rule(block_n, rows) for block_n in grouped_gemm_table.RULE_BLOCK_NS)
+    providers = {"triton": runs.whole(*launches), **moe_layer.chains(layer, cell, kernel)}
+    errors: Result = {}
+    for name, run in providers.items():
+        output = run()
+        name = name.replace("ours", "cutlass")
+        errors[f"{name}_rel_err"] = round(error_of(output, expected), 6)
+        errors[f"{name}_worst_row"] = round(worst_row_error(output, expected), 6)
+    against = "engine" if "engine" in providers else "cutlass"
+    kinds = ("rel_err", "worst_row")
+    return {**errors, "not_above": all(errors[f"triton_{kind}"] <= errors[f"{against}_{kind}"] for kind in kinds)}
+
+
+# ---- files
+
+
+def read_done(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """What an interrupted run of the same set-up has left; a file of another set-up is not mixed with this run."""
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    differing = [key for key in SET_UP if content["meta"].get(key) != meta[key]]
+    if differing:
+        raise SystemExit(
+            f"{path}: was measured with another set-up ({', '.join(differing)}); move it away or name another --out"
+        )
+    return content
+
+
+def _matching(cells: Sequence[Mapping[str, Any]], key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [cell for cell in cells if all(cell.get(name) == value for name, value in key.items())]
+
+
+def key_of(cell: streaming.Cell, options: argparse.Namespace) -> dict[str, Any]:
+    """What names a cell in the files."""
+    shape = {"hidden": options.hidden, "inner": options.inner}
+    return {
+        **shape,
+        "experts": cell.experts,
+        "padded": cell.padded,
+        "rows": cell.rows,
+        "routing": cell.routing,
     }
 
 
@@ -163,11 +440,77 @@ def plan(experts: Sequence[int], rows: Sequence[int]) -> list[streaming.Cell]:
     ]
 
 
+def run_search(
+    options: argparse.Namespace, meta: Mapping[str, Any], layer: moe_layer.Layer, regrouped: Regrouped
+) -> list[Result]:
+    """Candidates of every planned cell that the search file does not hold yet; everything that it then holds."""
+    path = options.search or options.out.with_suffix(".search.json")
+    done = read_done(path, meta).get("cells", [])
+    for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="search", disable=None):
+        key = key_of(cell, options)
+        if not _matching(done, key):
+            done.append({**key, **search_cell(layer, regrouped, cell)})
+            write_json(path, {"meta": meta, "cells": done})
+    return done
+
+
+def run_measurement(
+    options: argparse.Namespace,
+    meta: Mapping[str, Any],
+    layer: moe_layer.Layer,
+    regrouped: Regrouped,
+    kernel: Callable[..., Any],
+    searched: Sequence[Result],
+) -> list[Result]:
+    """The planned cells with the launches that the search speaks for; one measured with others before is done again."""
+    content = read_done(options.out, meta)
+    done = content.get("cells", [])
+    table = make_table(searched, ())
+    bandwidth = stream_bandwidth(torch.device("cuda"))
+    for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="two_kernels", disable=None):
+        key = key_of(cell, options)
+        pair = next(
+            pair
+            for pair in table[options.inner, options.hidden, cell.experts].pairs
+            if pair.expected_m == cell.expected_m()
+        )
+        wanted = {**key, "gate_up": dict(pair.gate_up.__dict__), "down": dict(pair.down.__dict__)}
+        if _matching(done, wanted):
+            continue
+        done = [entry for entry in done if not _matching([entry], key)]
+        launches = (pair.gate_up, pair.down)
+        done.append({**key, **measure_cell(layer, regrouped, cell, kernel, launches, options.repeats, bandwidth)})
+        write_json(options.out, {**content, "meta": meta, "cells": done})
+    return done
+
+
+def run_accuracy(options: argparse.Namespace, meta: Mapping[str, Any], kernel: Callable[..., Any]) -> bool:
+    """Every case that the file does not hold yet; False where an error is above the engine's."""
+    content = read_done(options.out, meta)
+    done = content.get("accuracy", [])
+    for case, rows in tqdm(list(itertools.product(ACCURACY, ACCURACY_ROWS)), unit="case", disable=None):
+        key = {"hidden": options.hidden, "inner": options.inner, "case": case, "rows": rows}
+        if not _matching(done, key):
+            done.append({**key, **accuracy_cell(case, rows, options.hidden, options.inner, kernel)})
+            write_json(options.out, {"meta": meta, "cells": [], **content, "accuracy": done})
+    above = [entry for entry in done if not entry["not_above"]]
+    for entry in above:
+        print(f"two_kernels: an error is above the engine's: {entry}", file=sys.stderr)
+    return not above
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="results file; a second run goes on with it")
+    parser.add_argument("--search", type=Path, help="the candidates' times (default: beside the results)")
+    parser.add_argument(
+        "--table", type=Path, metavar="FOLDER", help="write the tuned table for servers into this folder"
+    )
+    parser.add_argument("--accuracy", action="store_true", help="errors against float64 instead of times")
     parser.add_argument("--kernel-library", type=Path, help="common_ops library instead of the installed sgl_kernel")
     parser.add_argument("--kernel-version", help="version of sglang-kernel, with --kernel-library")
+    parser.add_argument("--hidden", type=int, default=moe_layer.HIDDEN, help="hidden size K of the layer")
+    parser.add_argument("--inner", type=int, default=moe_layer.INNER, help="intermediate size N of the layer")
     parser.add_argument("--experts", type=int, nargs="+", default=list(EXPERTS), help="local experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="mean live rows per expert")
     parser.add_argument("--repeats", type=int, default=9, help="timed turns of each arm")
@@ -177,17 +520,15 @@ def main() -> int:
         return 2
     kernel, version = load_kernel(options.kernel_library, options.kernel_version)
     moe_layer.make_every_patch_live(kernel)
-    options.bandwidth = stream_bandwidth(torch.device("cuda"))
-    meta = run_metadata(sglang_kernel=version, stream_bytes_per_us=round(options.bandwidth))
-    done = json.loads(options.out.read_text(encoding="utf-8"))["cells"] if options.out.is_file() else []
-    layer = moe_layer.Layer(max(options.experts), moe_layer.PADDED, moe_layer.HIDDEN, moe_layer.INNER, "cuda")
+    meta = run_metadata(sglang_kernel=version)
+    if options.accuracy:
+        return 0 if run_accuracy(options, meta, kernel) else 1
+    layer = moe_layer.Layer(max(options.experts), moe_layer.PADDED, options.hidden, options.inner, "cuda")
     regrouped = Regrouped(layer)
-    for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="two_kernels", disable=None):
-        key = {"experts": cell.experts, "padded": cell.padded, "rows": cell.rows, "routing": cell.routing}
-        if any(all(entry[name] == value for name, value in key.items()) for entry in done):
-            continue
-        done.append({**key, **measure(layer, regrouped, cell, kernel, options)})
-        write_json(options.out, {"meta": meta, "cells": done})
+    searched = run_search(options, meta, layer, regrouped)
+    measured = run_measurement(options, meta, layer, regrouped, kernel, searched)
+    if options.table is not None:
+        print(write_table(options.table, make_table(searched, measured), version))
     return 0
 
 

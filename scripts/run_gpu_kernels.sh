@@ -42,7 +42,8 @@ stage_layer() {
   python3 benchmark/moe_layer.py "${library[@]}" --out "$out/moe_layer$tag.json"
 }
 stage_two() {
-  python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json" ${TWO_ARGUMENTS:-}
+  local command=(python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json")
+  "${command[@]}" --table "$out" ${TWO_ARGUMENTS:-} && "${command[@]}" --accuracy
 }
 stage_sanitize() {
   local tool log failed=0
@@ -51,7 +52,8 @@ stage_sanitize() {
     compute-sanitizer --tool "$tool" --error-exitcode 3 --log-file "$log" python3 -m pytest -q -p no:cacheprovider \
       test/registered/kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py \
       test/registered/kernels/ops/moe/test_silu_and_mul_masked_quant.py \
-      -k "hot or tails or empty or problem_sizes or past" | tail -3 || failed=1
+      test/registered/kernels/ops/moe/test_w4a8_two_kernels.py \
+      -k "hot or tails or empty or problem_sizes or past or exact or float64 or one_expert_after_another" | tail -3 || failed=1
     tail -2 "$log"
   done
   return $failed

@@ -171,7 +171,7 @@ def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], 
     problems = evidence.check_log(server.arm, seen)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
     if profile is not None:
-        problems += evidence.check_kernels(live, profile.counts)
+        problems += evidence.check_kernels(live, profile.counts, server.arm.backend)
     return live, problems
 
 

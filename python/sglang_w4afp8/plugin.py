@@ -214,6 +214,17 @@ LEDGER: tuple[Patch, ...] = (
         requires=("input_scales",),
     ),
     Patch(
+        name="two_kernels",
+        targets=(),
+        what="With SGLANG_W4AFP8_BACKEND=triton or auto, regroups a layer's weights in place when they are processed; its "
+        "low-latency calls are then two Triton kernels, and its prefill's grouped GEMMs are answered from the same weights.",
+        why="The chain writes and reads back a requantised payload and a bf16 product, rounds the activation twice, and its "
+        "GEMMs stream weights well below the speed of a copy where rows are few.",
+        upstream=None,
+        removable="when every supported engine has a W4A8 grouped GEMM that takes DeepEP's payload as it is",
+        requires=("expected_m", "input_scales"),
+    ),
+    Patch(
         name="bf16_dispatch",
         targets=(),
         what="Serves a BF16 low-latency payload: our requant quantises it straight to per-tensor fp8.",

@@ -11,6 +11,9 @@ from typing import Any
 
 PREFIX = "SGLANG_W4AFP8_"
 
+# What computes the experts of the low-latency path.
+BACKENDS = ("cutlass", "triton", "auto")
+
 _TRUE = ("1", "true", "yes")
 _FALSE = ("0", "false", "no")
 
@@ -26,6 +29,13 @@ def _boolean(name: str, text: str) -> bool:
     if value in _FALSE:
         return False
     raise SwitchError(f"{name}: is {text!r}, must be one of {', '.join(_TRUE + _FALSE)}")
+
+
+def _backend(name: str, text: str) -> str:
+    value = text.strip().lower()
+    if value in BACKENDS:
+        return value
+    raise SwitchError(f"{name}: is {text!r}, must be one of {', '.join(BACKENDS)}")
 
 
 def _names(name: str, text: str) -> tuple[str, ...]:
@@ -99,6 +109,15 @@ SWITCHES: tuple[Switch, ...] = (
         _boolean,
         False,
     ),
+    Switch(
+        "backend",
+        "`cutlass`, `triton`, `auto`",
+        "`cutlass`",
+        "What computes the experts: the engine's CUTLASS GEMMs, two Triton kernels a layer on regrouped weights wherever the "
+        "layer is supported, or per layer what the measured table shows to be faster.",
+        _backend,
+        "cutlass",
+    ),
 )
 
 
@@ -110,6 +129,7 @@ class Settings:
     strict: bool = False
     patches: tuple[str, ...] | None = None
     allow_unknown_engine: bool = False
+    backend: str = "cutlass"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -1,4 +1,4 @@
-"""What is compared: the engine alone, the plugin, or a chosen list of its patches."""
+"""What is compared: the engine alone, the plugin, the plugin with its Triton backend, or a chosen list of its patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PREFIX = "SGLANG_W4AFP8_"
-ENGINE, PLUGIN = "engine", "plugin"
+ENGINE, PLUGIN, TRITON = "engine", "plugin", "triton"
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,14 @@ class Arm:
     """One side of the comparison.
 
     Attributes:
-        name: as in the results: ``engine``, ``plugin`` or the patch names joined with commas.
+        name: as in the results: ``engine``, ``plugin``, ``triton`` or the patch names joined with commas.
         patches: the patches that must be live; empty for the engine alone, None for all that the plugin selects.
+        backend: what must compute the experts.
     """
 
     name: str
     patches: tuple[str, ...] | None
+    backend: str = "cutlass"
 
     @property
     def is_engine(self) -> bool:
@@ -45,6 +47,8 @@ class Arm:
         environ[f"{_PREFIX}STRICT"] = "1"  # a patch that cannot be live stops the server instead of comparing A with A
         if self.patches is not None:
             environ[f"{_PREFIX}PATCHES"] = ",".join(self.patches)
+        if self.backend != "cutlass":
+            environ[f"{_PREFIX}BACKEND"] = self.backend
         return environ
 
 
@@ -74,7 +78,7 @@ def plugin_digest() -> str:
 
 
 def parse_arm(text: str) -> Arm:
-    """``engine``, ``plugin``, or patch names separated by commas.
+    """``engine``, ``plugin``, ``triton``, or patch names separated by commas.
 
     Raises:
         ValueError: a name that is not in the plugin's ledger.
@@ -83,11 +87,13 @@ def parse_arm(text: str) -> Arm:
         return Arm(ENGINE, ())
     if text == PLUGIN:
         return Arm(PLUGIN, None)
+    if text == TRITON:
+        return Arm(TRITON, None, backend="triton")
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     unknown = [name for name in names if name not in known_patches()]
     if unknown:
         raise ValueError(
-            f"arm: {text!r} names {', '.join(map(repr, unknown))}, must be {ENGINE!r}, {PLUGIN!r} or names out of "
+            f"arm: {text!r} names {', '.join(map(repr, unknown))}, must be {ENGINE!r}, {PLUGIN!r}, {TRITON!r} or names out of "
             f"{', '.join(known_patches())}"
         )
     return Arm(",".join(names), names)

@@ -15,7 +15,8 @@ from harness.arms import Arm
 
 # The lines of sglang_w4afp8.lifecycle and sglang_w4afp8.plugin; a test makes them there and reads them here.
 _ACTIVATION = re.compile(r"sglang-w4afp8 \S+ on sglang (?P<engine>\S+) \(pid (?P<pid>\d+)\): active: (?P<states>.*)$")
-_FIRST_CALL = re.compile(r"sglang-w4afp8: first low-latency call: .*\bpatches=(?P<patches>\S+)")
+_FIRST_CALL = re.compile(r"sglang-w4afp8: first low-latency call: (?P<call>.*)\bpatches=(?P<patches>\S+)")
+_BACKEND = re.compile(r"\bbackend=(\w+)")
 _DISABLED = re.compile(r"sglang-w4afp8 \S+: disabled by ")
 _OURS = re.compile(r"sglang-w4afp8")
 
@@ -30,6 +31,7 @@ class LogEvidence:
         first_calls: per process that made a low-latency call, the patches that were live then.
         disabled: processes that said that the plugin is switched off.
         other: further lines of the plugin.
+        backends: what computed the experts of each of the first calls, where the line says it.
     """
 
     activations: tuple[tuple[str, ...], ...] = ()
@@ -37,6 +39,7 @@ class LogEvidence:
     first_calls: tuple[tuple[str, ...], ...] = ()
     disabled: int = 0
     other: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -46,6 +49,7 @@ def _names(text: str) -> tuple[str, ...]:
 def read_log(text: str) -> LogEvidence:
     """Find the plugin's lines."""
     activations, down, first_calls, other, disabled = [], [], [], [], 0
+    backends: list[str] = []
     for line in text.splitlines():
         if match := _ACTIVATION.search(line):
             active, *states = match["states"].split("; ")
@@ -53,11 +57,12 @@ def read_log(text: str) -> LogEvidence:
             down += [state for state in states if state.startswith("standing down")]
         elif match := _FIRST_CALL.search(line):
             first_calls.append(_names(match["patches"]))
+            backends += _BACKEND.findall(match["call"])
         elif _DISABLED.search(line):
             disabled += 1
         elif _OURS.search(line):
             other.append(line.strip())
-    return LogEvidence(tuple(activations), tuple(down), tuple(first_calls), disabled, tuple(other))
+    return LogEvidence(tuple(activations), tuple(down), tuple(first_calls), disabled, tuple(other), tuple(backends))
 
 
 def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
@@ -81,6 +86,9 @@ def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
                 problems.append(f"{what} line without an active patch")
     if len({frozenset(names) for names in (*seen.activations, *seen.first_calls)}) > 1:
         problems.append("processes disagree on the active patches")
+    for backend in dict.fromkeys(seen.backends):
+        if backend != arm.backend:
+            problems.append(f"first low-latency call by {backend}, must be by {arm.backend}")
     return problems
 
 
@@ -90,7 +98,7 @@ class KernelMark:
 
     patch: str
     ours: str | None
-    engine: str | None
+    engine: str
 
 
 # The requant is no mark: both sides have a kernel of that name. `gemm` picks tiles of the engine's own kernel.
@@ -101,12 +109,18 @@ MARKS = (
 # Must show in every profile: otherwise the path that is compared did not run at all.
 PATH_KERNEL = "_fp8_per_token_quant_to_per_tensor_quant_kernel"
 
+# With the Triton backend these two are the whole path, and nothing of the chain may run, in prefill neither.
+TRITON_KERNELS = ("_gate_up_kernel", "_down_kernel")
+_COMPILED_GEMM = "MixedInput"
+
 # First match wins. The grouped GEMM is CUTLASS's mixed-input collective, used by nothing else on this path.
 STEP_GROUPS: Mapping[str, re.Pattern[str]] = {
     "requant": re.compile(PATH_KERNEL),
     "silu": re.compile("_silu_and_mul_post_per_tensor_quant_kernel|_silu_and_mul_masked_quant_kernel"),
     "problem_sizes": re.compile("compute_problem_sizes_w4a8_kernel"),
-    "gemm": re.compile("MixedInput|int4_fp8_get_group_gemm_starts|_w4a8_.*gemm|w4a8_.*_kernel"),
+    "gemm": re.compile(
+        f"{_COMPILED_GEMM}|int4_fp8_get_group_gemm_starts|_w4a8_.*gemm|w4a8_.*_kernel|^_(gate_up|down|rows)_kernel$"
+    ),
     "deepep": re.compile("deep_ep|internode_ll|low_latency"),
 }
 # The five launches of the chain that the plugin works on; the rest of the layer is DeepEP, router and shared experts.
@@ -123,10 +137,12 @@ class Profile:
     def per_layer_us(self) -> dict[str, float]:
         """Microseconds per expert layer: each group of `STEP_GROUPS`, all ``other`` kernels, and the ``chain``.
 
-        Every expert layer launches the requant once, so its launches count layers; kernels outside of expert layers are
-        spread over them. A profile slows steps down, hence no wall times: kernel durations are what it leaves alone.
+        Every expert layer launches the requant once, or the first of the two kernels, so they count layers; kernels outside
+        of expert layers are spread over them. A profile slows steps down, hence no wall times: kernel durations are what it
+        leaves alone.
         """
-        layers = sum(count for name, count in self.counts.items() if PATH_KERNEL in name)
+        first = (PATH_KERNEL, TRITON_KERNELS[0])
+        layers = sum(count for name, count in self.counts.items() if any(kernel in name for kernel in first))
         spent = dict.fromkeys([*STEP_GROUPS, "other"], 0.0)
         for name, total in self.total_us.items():
             group = next((group for group, pattern in STEP_GROUPS.items() if pattern.search(name)), "other")
@@ -158,13 +174,27 @@ def read_profile(path: Path) -> Profile:
     return profile
 
 
-def check_kernels(live: Iterable[str], kernels: Iterable[str]) -> list[str]:
-    """What the kernel names contradict, given the patches that are said to be live."""
+def check_kernels(live: Iterable[str], kernels: Iterable[str], backend: str = "cutlass") -> list[str]:
+    """What the kernel names contradict, given the patches that are said to be live and what computes the experts."""
     live, names = set(live), list(kernels)
 
     def ran(kernel: str) -> bool:
         return any(kernel in name for name in names)
 
+    if backend == "triton":
+        gone = (_COMPILED_GEMM, *(mark.engine for mark in MARKS))
+        return [
+            *(
+                f"profile lacks {kernel}: the Triton backend did not run"
+                for kernel in TRITON_KERNELS
+                if not ran(kernel)
+            ),
+            *(
+                f"the Triton backend computes the experts, but the profile has {kernel}"
+                for kernel in gone
+                if ran(kernel)
+            ),
+        ]
     problems = [] if ran(PATH_KERNEL) else [f"profile lacks {PATH_KERNEL}: the low-latency path did not run"]
     for mark in MARKS:
         is_live = mark.patch in live

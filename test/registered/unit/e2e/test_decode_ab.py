@@ -217,6 +217,44 @@ ENGINE_KERNELS = [REQUANT, "_silu_and_mul_post_per_tensor_quant_kernel", "comput
 OUR_KERNELS = [REQUANT, "_silu_and_mul_masked_quant_kernel"]
 
 
+TRITON = parse_arm("triton")
+
+
+def test_the_triton_arm_is_the_plugin_with_its_backend():
+    assert (TRITON.patches, TRITON.backend) == (None, "triton")
+    environ = TRITON.environ({"SGLANG_W4AFP8_BACKEND": "auto", "PATH": "x"})
+    assert environ == {"PATH": "x", "SGLANG_W4AFP8_STRICT": "1", "SGLANG_W4AFP8_BACKEND": "triton"}
+    assert "SGLANG_W4AFP8_BACKEND" not in PLUGIN.environ({"SGLANG_W4AFP8_BACKEND": "auto"})
+
+
+@pytest.mark.parametrize(
+    "arm, backends, problems",
+    [
+        (TRITON, ("triton", "triton"), []),
+        (TRITON, ("triton", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
+        (PLUGIN, ("cutlass",), []),
+        (PLUGIN, ("triton",), ["first low-latency call by triton, must be by cutlass"]),
+    ],
+)
+def test_a_backend_that_is_not_the_arms_is_seen(arm, backends, problems):
+    call = "sglang-w4afp8: first low-latency call: num_experts=8, expected_m=3, backend={}, patches=silu\n"
+    seen = evidence.read_log("".join(call.format(backend) for backend in backends))
+    assert (seen.backends, seen.first_calls) == (backends, (("silu",),) * len(backends))
+    assert evidence.check_log(arm, dataclasses.replace(seen, activations=(("silu",),))) == problems
+
+
+@pytest.mark.parametrize(
+    "kernels, problems",
+    [
+        (["_gate_up_kernel", "_down_kernel", "_rows_kernel"], 0),
+        (["_gate_up_kernel"], 1),
+        (["_gate_up_kernel", "_down_kernel", "cutlass::MixedInput", "compute_problem_sizes_w4a8_kernel"], 2),
+    ],
+)
+def test_kernel_names_that_contradict_the_triton_backend_are_seen(kernels, problems):
+    assert len(evidence.check_kernels(EVERY, kernels, "triton")) == problems
+
+
 @pytest.mark.parametrize(
     "live, kernels, problems",
     [
@@ -243,6 +281,11 @@ def test_the_kernels_are_called_so():
         assert mark.ours is None or f"def {mark.ours}(" in ours
         assert mark.engine is None or f"def {mark.engine}(" in engine
     assert f"def {evidence.PATH_KERNEL}(" in ours and f"def {evidence.PATH_KERNEL}(" in engine
+
+
+def test_the_two_kernels_are_called_so():
+    ours = (REPO / "python/sglang_w4afp8/kernels/ops/moe/w4a8_grouped_gemm.py").read_text()
+    assert all(f"def {kernel}(" in ours for kernel in (*evidence.TRITON_KERNELS, "_rows_kernel"))
 
 
 def test_kernel_time_is_told_by_layer(tmp_path):

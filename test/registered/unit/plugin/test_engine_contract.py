@@ -37,12 +37,13 @@ EVERY_PATCH = [
     "gemm",
     "input_scales",
     "eplb_scales",
+    "two_kernels",
     "bf16_dispatch",
     "normal_fp8",
     "dispatch_cap",
 ]
 # What a server loses with the chain, and what needs no more than the method's file.
-OF_THE_CHAIN = {"expected_m", "problem_sizes", "gemm", "bf16_dispatch"}
+OF_THE_CHAIN = {"expected_m", "problem_sizes", "gemm", "two_kernels", "bf16_dispatch"}
 OF_THE_METHOD = {"input_scales", "eplb_scales", "normal_fp8", "dispatch_cap"}
 
 
@@ -390,7 +391,7 @@ def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):
     (line,) = done.lines("standing down for")
     assert line.endswith(
         "standing down for expected_m: already in tree, version 0.9.1; "
-        "the tree does not carry problem_sizes, gemm, bf16_dispatch"
+        "the tree does not carry problem_sizes, gemm, two_kernels, bf16_dispatch"
     )
 
 

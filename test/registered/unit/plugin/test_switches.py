@@ -17,7 +17,9 @@ register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 
 def test_nothing_set_means_every_patch_and_no_strictness():
-    assert switches.read({}) == Settings(disable=False, strict=False, patches=None, allow_unknown_engine=False)
+    assert switches.read({}) == Settings(
+        disable=False, strict=False, patches=None, allow_unknown_engine=False, backend="cutlass"
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,21 @@ def test_patch_names():
 def test_empty_patch_name_is_refused(text):
     with pytest.raises(SwitchError, match="^SGLANG_W4AFP8_PATCHES: is .*DISABLE=1 for none$"):
         switches.read({"SGLANG_W4AFP8_PATCHES": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("cutlass", "cutlass"), ("triton", "triton"), ("auto", "auto"), (" Triton ", "triton")]
+)
+def test_backend(text, value):
+    assert switches.read({"SGLANG_W4AFP8_BACKEND": text}).backend == value
+
+
+@pytest.mark.parametrize("text", ["", "1", "trition", "cutlass,triton"])
+def test_backend_that_does_not_exist_is_refused(text):
+    with pytest.raises(
+        SwitchError, match=f"^SGLANG_W4AFP8_BACKEND: is '{text}', must be one of cutlass, triton, auto$"
+    ):
+        switches.read({"SGLANG_W4AFP8_BACKEND": text})
 
 
 def test_disable_wins_over_everything_else():

@@ -69,9 +69,10 @@ class MeasuredLaunch:
 Table = Mapping[str, Mapping[int, Mapping[int, tuple[MeasuredLaunch, ...]]]]
 
 
-def _integer(
+def integer_field(
     entry: Mapping[str, Any], field: str, least: int = 1, most: int = 2**20, power_of_two: bool = False
 ) -> int:
+    """An integer of a file's entry; ValueError that begins with the field's name where it is none or out of bounds."""
     value = entry[field]
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ValueError(f"{field}: is {value!r}, must be an integer from {least} to {most}")
@@ -96,13 +97,13 @@ def _flag(entry: Mapping[str, Any], field: str) -> bool:
 
 def _parse_launch(entry: Mapping[str, Any], elements_of_column: int) -> MeasuredLaunch:
     launch = MeasuredLaunch(
-        expected_m=_integer(entry, "expected_m"),
-        col_block=_integer(entry, "col_block", power_of_two=True),
-        m_grid=_integer(entry, "m_grid", most=_PROGRAMS_MAX),
-        cap_slack=_integer(entry, "cap_slack", most=_SLACK_MAX),
-        row_block=_integer(entry, "row_block", power_of_two=True),
-        num_warps=_integer(entry, "num_warps", most=_NUM_WARPS_MAX, power_of_two=True),
-        overflow_experts=_integer(entry, "overflow_experts", most=_PROGRAMS_MAX),
+        expected_m=integer_field(entry, "expected_m"),
+        col_block=integer_field(entry, "col_block", power_of_two=True),
+        m_grid=integer_field(entry, "m_grid", most=_PROGRAMS_MAX),
+        cap_slack=integer_field(entry, "cap_slack", most=_SLACK_MAX),
+        row_block=integer_field(entry, "row_block", power_of_two=True),
+        num_warps=integer_field(entry, "num_warps", most=_NUM_WARPS_MAX, power_of_two=True),
+        overflow_experts=integer_field(entry, "overflow_experts", most=_PROGRAMS_MAX),
         speculative_slack=_slack(entry, "speculative_slack"),
         overflow_first=_flag(entry, "overflow_first"),
     )

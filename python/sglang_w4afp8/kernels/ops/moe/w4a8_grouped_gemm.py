@@ -13,7 +13,10 @@ Weights are regrouped in place when they have been loaded (:func:`regroup_weight
   of the group, each in natural order: both halves then meet the activation as DeepEP wrote it. With ``words`` the four low
   nibbles of a 32-bit word stand in its low half, which is what a byte look-up takes as its selector.
 
-Not measured yet and not on any serving path: this file holds the kernels, their layouts and their references.
+A third kernel computes plain products from the same weights over rows that stand one expert after another: what the engine's
+prefill calls for. It needs no second copy of the weights and no scratch, and its speed is that of its tiles, not CUTLASS's.
+
+Used where ``SGLANG_W4AFP8_BACKEND`` says so (``srt/layers/moe/two_kernels.py``). Not measured yet.
 """
 
 from dataclasses import dataclass
@@ -64,6 +67,15 @@ class GroupedGemmLaunch:
     groups_per_step: int = 1
     num_warps: int = 4
     num_stages: int = 4
+
+
+@dataclass(frozen=True)
+class TileLayout:
+    """How one weight and its scales lie in memory after :func:`regroup_weights`; the arguments are those it was called with."""
+
+    block_n: int
+    gate_up: bool
+    words: bool
 
 
 def _nibble_order(words: bool) -> torch.Tensor:
@@ -284,6 +296,66 @@ def _down_kernel(
         tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], result, mask=live[None, :])
 
 
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weights,
+    weight_scale_ptr,
+    first_rows_ptr,
+    row_counts_ptr,
+    output_ptr,
+    total_rows,
+    COUNTS_STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS_PER_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """Grid (N / BLOCK_N, experts): products of an expert's rows, which begin at its first row, with one activation scale.
+
+    x [rows, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N / PARTS, K / 128, PARTS, BLOCK_N, 64]; weight scales
+    [E, K / 128, N]; output [rows, N].
+    """
+    pid_n = tl.program_id(0)
+    expert = tl.program_id(1).to(tl.int64)
+    GROUPS: tl.constexpr = K // 128
+    TILES: tl.constexpr = N // BLOCK_N // PARTS
+    begin = tl.minimum(tl.maximum(tl.load(first_rows_ptr + expert), 0), total_rows)
+    count = tl.minimum(tl.maximum(tl.load(row_counts_ptr + expert * COUNTS_STRIDE), 0), total_rows - begin)
+    if count == 0:
+        return
+    # Gate and up tiles alternate in memory; their columns are N / 2 apart.
+    tile = pid_n // PARTS
+    part = pid_n % PARTS
+    first_tile = (((expert * TILES + tile) * GROUPS * PARTS + part) * BLOCK_N).to(tl.int32)
+    columns = part * (N // PARTS) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
+    inner = tl.arange(0, 64)
+    for first_row in range(0, count, BLOCK_M):
+        offsets = first_row + tl.arange(0, BLOCK_M)
+        live = offsets < count
+        rows = (begin + offsets).to(tl.int64)
+        x_ptrs = x_ptr + rows[None, :] * K + inner[:, None]
+        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        scale = tl.load(scale_ptrs)
+        for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
+            for offset in tl.static_range(GROUPS_PER_STEP):
+                group = step + offset
+                x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
+                x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
+                next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
+                low, high = _unpack(weights.load([first_tile + group * (PARTS * BLOCK_N), 0]), WORDS)
+                total += tl.dot(high, x_high, tl.dot(low, x_low)) * scale.to(tl.float32)[:, None]
+                scale = next_scale
+        result = (total * tl.load(x_scale_ptr)).to(output_ptr.dtype.element_ty)
+        tl.store(output_ptr + rows[None, :] * N + columns[:, None], result, mask=live[None, :])
+
+
 def _tile_descriptor(w_q: torch.Tensor, block_n: int) -> TensorDescriptor:
     """Regrouped weights as rows of 64 bytes, one tile of ``block_n`` of them a load. Made on the host: no scratch memory."""
     return TensorDescriptor(w_q, [w_q.numel() // _HALF, _HALF], [_HALF, 1], [block_n, _HALF])
@@ -399,5 +471,68 @@ def w4a8_down(
         GROUPS_PER_STEP=launch.groups_per_step,
         STAGES=launch.num_stages,
         WORDS=words,
+        num_warps=launch.num_warps,
+    )
+
+
+def w4a8_rows(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_q: torch.Tensor,
+    w_scale: torch.Tensor,
+    first_rows: torch.Tensor,
+    row_counts: torch.Tensor,
+    output: torch.Tensor,
+    launch: GroupedGemmLaunch,
+    layout: TileLayout,
+) -> None:
+    """``output = x_scale * (x @ w)`` for rows that stand one expert after another, bf16, from regrouped weights.
+
+    Args:
+        x: fp8 e4m3 ``[rows, K]`` with the one scale ``x_scale`` (float32, one element).
+        w_q, w_scale: regrouped as ``layout`` says; gate and up rows come out as two halves, as they were loaded.
+        first_rows: int32 ``[E]``, where each expert's rows begin; row_counts: int32 ``[E]``, any stride, how many they are.
+        output: bfloat16 (or float32) ``[rows, N]``; rows that belong to no expert are left as they are.
+        launch: tile and pipeline; ``block_n`` must be that of the layout.
+
+    Raises:
+        TypeError, ValueError: the message begins with the argument's name.
+    """
+    num_experts, n, groups = _check_weights(w_q, w_scale, layout.block_n, layout.gate_up)
+    if launch.block_n != layout.block_n:
+        raise ValueError(f"launch: block_n is {launch.block_n}, must be {layout.block_n}, that of the weights")
+    k = groups * GROUP_SIZE
+    if x.dim() != 2 or x.size(1) != k or not x.is_contiguous():
+        raise ValueError(f"x: shape is {list(x.shape)}, must be contiguous [rows, {k}]")
+    if x.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"x: dtype is {x.dtype}, must be torch.float8_e4m3fn")
+    if output.dim() != 2 or output.size(1) != n or not output.is_contiguous():
+        raise ValueError(f"output: shape is {list(output.shape)}, must be contiguous [rows, {n}]")
+    for name, numbers in (("first_rows", first_rows), ("row_counts", row_counts)):
+        if numbers.dtype != torch.int32:
+            raise TypeError(f"{name}: dtype is {numbers.dtype}, must be torch.int32")
+        if tuple(numbers.shape) != (num_experts,):
+            raise ValueError(f"{name}: shape is {list(numbers.shape)}, must be [{num_experts}]")
+    if not first_rows.is_contiguous():
+        raise ValueError(f"first_rows: stride is {first_rows.stride(0)}, must be contiguous")
+    _rows_kernel[(n // launch.block_n, num_experts)](
+        x,
+        x_scale,
+        _tile_descriptor(w_q, launch.block_n),
+        w_scale,
+        first_rows,
+        row_counts,
+        output,
+        # The engine makes one of them for the rows that came and the other for the most that may.
+        min(x.size(0), output.size(0)),
+        COUNTS_STRIDE=row_counts.stride(0),
+        N=n,
+        K=k,
+        PARTS=2 if layout.gate_up else 1,
+        BLOCK_N=launch.block_n,
+        BLOCK_M=launch.block_m,
+        GROUPS_PER_STEP=launch.groups_per_step,
+        STAGES=launch.num_stages,
+        WORDS=layout.words,
         num_warps=launch.num_warps,
     )

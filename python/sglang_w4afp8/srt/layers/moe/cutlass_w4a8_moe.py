@@ -3,6 +3,8 @@
 Stands in for the function of the same name in the engine's file of the same path. Every step is ours or the engine's
 according to which patches are live, so an A/B can switch one step at a time; what is not ours is looked up in the engine's
 module at call time.
+
+A layer whose weights have been regrouped for the Triton backend takes two launches instead of all that (`two_kernels`).
 """
 
 import functools
@@ -15,7 +17,7 @@ import torch
 
 from sglang_w4afp8 import lifecycle
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
-from sglang_w4afp8.srt.layers.moe import w4a8_gemm
+from sglang_w4afp8.srt.layers.moe import two_kernels, w4a8_gemm
 
 _GROUP_SIZE = 128
 
@@ -187,7 +189,8 @@ def cutlass_w4a8_moe_deepep_ll(
         a_scales: float32 ``[E, M, K / 128]``, its per-token-group scales, or int32 ``[E, M, ceil(K / 512)]`` (packed
             UE8M0). None with a bfloat16 payload, which is quantised as it is.
         w1_q, w2_q: int8 ``[E, 2N, K / 2]`` and ``[E, K, N / 2]``, two int4 values a byte, low nibble first.
-        w1_scale, w2_scale: bfloat16 group scales, interleaved by four along K.
+        w1_scale, w2_scale: bfloat16 group scales, interleaved by four along K. Or weights and scales as the Triton backend
+            regroups them, which the weights themselves tell.
         topk_ids_: ``[tokens, topk]``; only its width is used, as the engine's GEMM wants it.
         masked_m: int32 ``[E]``, live rows per expert.
         a_strides1 ... s_strides2: int64 ``[E, 3]`` stride tables of the grouped GEMMs.
@@ -208,14 +211,20 @@ def cutlass_w4a8_moe_deepep_ll(
     intermediate_size = w2_q.size(2) * 2
     topk = topk_ids_.size(1)
     a1_scale, a2_scale = a1_scale.float(), a2_scale.float()
+    regrouped = two_kernels.layout_of(w1_q) is not None
     lifecycle.log_first_call(
         num_experts=num_experts,
         padded_rows=padded_rows,
         hidden=hidden,
         intermediate_size=intermediate_size,
         expected_m=expected_m,
+        backend="triton" if regrouped else "cutlass",
     )
 
+    if regrouped:
+        return two_kernels.moe_deepep_ll(
+            a_states, a_scales, w1_q, w2_q, w1_scale, w2_scale, masked_m, a1_scale, a2_scale, expected_m
+        )
     gateup_input, sizes1, sizes2 = _requant(
         a_states, a_scales, masked_m, a1_scale, (problem_sizes1, problem_sizes2), intermediate_size, expected_m
     )

@@ -11,7 +11,7 @@ import torch
 
 from sglang_w4afp8 import engine_state, lifecycle
 from sglang_w4afp8.kernels.ops.moe.reference import ue8m0_to_float32
-from sglang_w4afp8.srt.layers.moe import dispatch_cap
+from sglang_w4afp8.srt.layers.moe import dispatch_cap, two_kernels
 
 _GROUP_SIZE = 128
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
@@ -85,15 +85,19 @@ def _scale_problem(layer: Any, name: str, value: float) -> str | None:
 
 
 def process_weights_after_loading(original: Callable[..., Any], self: Any, layer: Any) -> Any:
-    """The engine's processing, then a look at the two input scales that it made of the experts'.
+    """The engine's processing, then a look at the two input scales that it made of the experts', and the layout.
 
     Only what it made is looked at: it takes the largest of the experts', so one of them may be anything below. With
     expert load balancing on, the scales are then made the same on every rank.
 
+    With the Triton backend the weights are regrouped last. A layer that has been, and was given its layout back for a load
+    since, has had its scales interleaved already: the engine's processing would do it again.
+
     Raises:
         ValueError: a scale cannot be divided by; the message begins with its name and names the layer.
     """
-    result = original(self, layer)
+    backend = two_kernels.backend() if lifecycle.is_live("two_kernels") else "cutlass"
+    result = None if two_kernels.is_processed(layer) else original(self, layer)
     scales = torch.cat([getattr(layer, name).detach().float().reshape(1) for name in _INPUT_SCALES])
     pairs = zip(_INPUT_SCALES, scales.tolist(), strict=True)
     problems = [problem for name, value in pairs if (problem := _scale_problem(layer, name, value))]
@@ -101,6 +105,8 @@ def process_weights_after_loading(original: Callable[..., Any], self: Any, layer
         _share_scales(layer, scales, problems)
     if problems:
         raise ValueError("; ".join(problems))
+    if backend != "cutlass":
+        two_kernels.regroup_layer(self, layer, backend)
     return result
 
 

@@ -24,6 +24,7 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     relative_error,
     unpack_int4,
 )
+from sglang_w4afp8.srt.layers.moe import two_kernels
 
 register_cuda_ci(est_time=120, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=40, suite="base-b-kernel-unit")
@@ -200,6 +201,65 @@ def test_down_is_exact_where_the_arithmetic_is(rows, launch):
         assert (output[expert, count:] == -7.0).all()
 
 
+@pytest.mark.parametrize("gate_up", [False, True])
+@pytest.mark.parametrize("counts", [[5, 0, 18], [0, 0, 0], [1, 40, 1]])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_rows_one_expert_after_another_are_exact(gate_up, counts, launch):
+    experts, n, k, spare = 3, 128, 256, 3
+    weight_values, weight_scales, packed, interleaved = weights(experts, n, k)
+    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=gate_up, words=WORDS)
+    generator = torch.Generator().manual_seed(1)
+    # Rows of no expert stand behind the last one's, as where the engine reserves for the most that may come.
+    values = torch.randint(-8, 9, (sum(counts) + spare, k), generator=generator).float()
+    x = values.to(torch.float8_e4m3fn)
+    x.view(torch.uint8)[sum(counts) :] = 0x7F
+    # As the engine writes them: (N, rows, K) an expert.
+    sizes = torch.tensor([[n, count, k] for count in counts], dtype=torch.int32, device=DEVICE)
+    first_rows = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)[:experts].to(DEVICE)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    output = torch.full((len(values), n), -7.0, dtype=dtype, device=DEVICE)
+    scale = torch.tensor([0.5], device=DEVICE)
+    layout = two.TileLayout(launch.block_n, gate_up, WORDS)
+    two.w4a8_rows(x.to(DEVICE), scale, packed, interleaved, first_rows, sizes[:, 1], output, launch, layout)
+    dense = dequantized(weight_values, weight_scales)
+    owners = torch.arange(experts).repeat_interleave(torch.tensor(counts))
+    for row, expert in enumerate(owners.tolist()):
+        expected = (values[row].double() @ dense[expert].T * 0.5).to(dtype)
+        assert torch.equal(output[row].cpu(), expected)
+    assert (output[sum(counts) :] == -7.0).all()
+
+
+ROWS_REJECTED = {
+    "launch": (lambda a: a.update(launch=GroupedGemmLaunch(32)), ValueError, "launch"),
+    "x rank": (lambda a: a.update(x=a["x"][None]), ValueError, "x"),
+    "x dtype": (lambda a: a.update(x=a["x"].view(torch.uint8)), TypeError, "x"),
+    "output": (lambda a: a.update(output=a["output"][:, :1].contiguous()), ValueError, "output"),
+    "first_rows": (lambda a: a.update(first_rows=a["first_rows"][:1]), ValueError, "first_rows"),
+    "row_counts": (lambda a: a.update(row_counts=a["row_counts"].long()), TypeError, "row_counts"),
+}
+
+
+@pytest.mark.parametrize("case", ROWS_REJECTED)
+def test_bad_rows_are_refused_by_name(case):
+    spoil, error, name = ROWS_REJECTED[case]
+    _, _, packed, interleaved = weights(2, 64, 256)
+    numbers = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    arguments = {
+        "x": torch.zeros((4, 256), dtype=torch.float8_e4m3fn, device=DEVICE),
+        "x_scale": torch.ones(1, device=DEVICE),
+        "w_q": packed,
+        "w_scale": interleaved,
+        "first_rows": numbers,
+        "row_counts": numbers,
+        "output": torch.zeros((4, 64), dtype=torch.bfloat16, device=DEVICE),
+        "launch": GroupedGemmLaunch(64),
+        "layout": two.TileLayout(64, False, WORDS),
+    }
+    spoil(arguments)
+    with pytest.raises(error, match=rf"^{name}: "):
+        two.w4a8_rows(**arguments)
+
+
 REJECTED = {
     "w_q dtype": (lambda a: a.update(w_q=a["w_q"].view(torch.uint8)), TypeError, "w_q"),
     "block_n": (lambda a: a.update(launch=GroupedGemmLaunch(128)), ValueError, "w_q"),
@@ -232,6 +292,40 @@ def test_bad_input_is_refused_by_name(case):
     spoil(arguments)
     with pytest.raises(error, match=rf"^{name}: "):
         two.w4a8_gate_up(**arguments, words=WORDS)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs are the device's")
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("expected_m", [2, 40])
+def test_a_captured_layer_follows_the_rows_of_each_replay(bf16, expected_m):
+    experts, padded, hidden, inner = 8, 64, 1024, 512
+    layer = []
+    for gate_up, n, k in ((True, 2 * inner, hidden), (False, hidden, inner)):
+        _, _, packed, scales = weights(experts, n, k)
+        two.regroup_weights(packed, scales, 64, gate_up=gate_up)
+        setattr(packed, two_kernels._LAYOUT, two.TileLayout(64, gate_up, True))
+        layer.append((packed, scales))
+    (w1, s1), (w2, s2) = layer
+    values, scales, x, x_scale, masked_m = payload(experts, padded, hidden, [padded] * experts)
+    if bf16:
+        x, x_scale = (values.unflatten(2, (-1, 128)) * scales[..., None]).flatten(2).to(torch.bfloat16).to(DEVICE), None
+    statics = torch.tensor([0.125], device=DEVICE), torch.tensor([64.0], device=DEVICE)
+
+    def run():
+        return two_kernels.moe_deepep_ll(x, x_scale, w1, w2, s1, s2, masked_m, *statics, expected_m)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for counts in ([padded] * experts, [1] * experts, [0] * experts, [0, 64, 3, 0, 17, 1, 33, 5]):
+        masked_m.copy_(torch.tensor(counts, dtype=torch.int32))
+        output.fill_(-7.0)
+        graph.replay()
+        eager, live = run(), live_mask(masked_m.cpu(), padded)
+        assert torch.equal(output.cpu()[live], eager.cpu()[live])
+        assert output.isfinite().all() and (output.cpu()[~live] == -7.0).all()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="full-size layers are for the device")

@@ -196,6 +196,7 @@ ALL = [
     "gemm",
     "input_scales",
     "eplb_scales",
+    "two_kernels",
     "bf16_dispatch",
     "normal_fp8",
     "dispatch_cap",

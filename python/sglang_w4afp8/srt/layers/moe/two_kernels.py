@@ -1,0 +1,371 @@
+"""The Triton backend of the expert layers: which layers get it, where their weights stand, and how every path is served.
+
+``SGLANG_W4AFP8_BACKEND`` says what is wanted; ``cutlass`` (the default) leaves everything here unused.
+
+A layer's weights have one layout at a time. CUTLASS reads rows of nibbles as the checkpoint has them, the Triton kernels read
+contiguous tiles, and a second copy is out of the question, so a layer is served by one backend, chosen when its weights have
+been processed. It is regrouped in place, one expert after another; what is needed beside the weights is a few times one
+expert's matrix, and is gone afterwards.
+
+* ``triton``: every layer that the kernels support. Low-latency calls are two launches, their tiles by the rows expected.
+* ``auto``: a layer that the measured table shows to be faster over all the row counts that this server's low-latency calls can
+  have, and slower by more than 2% at none of them (:meth:`ShapeLaunches.triton_wins`); without a table for the shape, none.
+
+Prefill on a regrouped layer (the engine's normal mode, or ``apply`` without DeepEP) keeps the engine's steps, and its grouped
+GEMM is answered by a plain product over the same tiles: :func:`route_engine_gemm` looks at the weight that the engine hands
+over. What it costs is that product's speed against CUTLASS, which has not been measured yet; hence ``auto`` leaves layers alone
+whose server prefills in normal mode. Rejected: restoring a layer into scratch memory and calling CUTLASS there. It reads and
+writes every weight once more in each layer and prefill step (1.4 GB each way with 64 experts of DeepSeek-V3, at least 0.7 ms)
+and holds as much memory for good (5.6 GB with 256). Also rejected: kernels on the engine's own layout, which would let a call
+choose. The prototypes of them reached 335 and 170 us where tiles reach 288 and 151 and CUTLASS 326 and 204 (64 experts, 8
+rows): next to nothing is left of the gain.
+
+What ``auto`` cannot do is therefore to be as fast as both backends at every row count where each wins at some: there it is
+CUTLASS, and gives up what Triton would gain at the others.
+
+Loading into a regrouped layer would mix two layouts. An engine that announces a reload (``restore_weights_before_loading``,
+0.5.21 on) gets its layout back first and a regrouped layer afterwards; any other load through a weight's loader is refused.
+Nothing can see a copy into the memory itself (``load_format="direct"`` of ``update_weights_from_tensor``): do not use it on
+expert weights with this backend. Reloading a W4AFP8 checkpoint as a whole fails in every supported engine by itself: its
+processing replaces the scales' parameters by others without a loader. Experts that load balancing moves between ranks are whole
+and keep their layout, so the ranks must have chosen the same: they are asked, and none is regrouped where they differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from sglang_w4afp8 import engine_state, switches, tuned_config
+from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
+from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table as table
+from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
+from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import TileLayout
+from sglang_w4afp8.srt.layers.moe import dispatch_cap
+
+logger = logging.getLogger(__name__)
+
+_GROUP_SIZE = two.GROUP_SIZE
+# What N and K must be a multiple of: a scale group, and two tiles of the rule.
+_MULTIPLE = 128
+_HOPPER = (9, 0)
+# (weight, its scales, whether it holds gate and up rows), as the engine names them.
+_WEIGHTS = (("w13_weight", "w13_weight_scale_inv", True), ("w2_weight", "w2_weight_scale_inv", False))
+# Attributes on the engine's parameters: the layout of a weight, its loader while loads are refused, and that a scale has been
+# through the engine's processing, which must not happen twice.
+_LAYOUT, _LOADER, _PROCESSED = "_w4afp8_layout", "_w4afp8_loader", "_w4afp8_processed"
+_RESTORE = "restore_weights_before_loading"
+_ENGINE_GEMM = "cutlass_w4a8_moe_mm"
+
+_said: set[str] = set()
+
+
+@functools.cache
+def backend() -> str:
+    """``cutlass``, ``triton`` or ``auto``, as the switch said when it was first asked for."""
+    return switches.read().backend
+
+
+def layout_of(weight: torch.Tensor) -> TileLayout | None:
+    """The layout of a weight that has been regrouped; None where it is as the engine loads it."""
+    return getattr(weight, _LAYOUT, None)
+
+
+def is_regrouped(layer: Any) -> bool:
+    """Whether a layer's weights are in the Triton kernels' layout."""
+    return layout_of(layer.w13_weight) is not None
+
+
+def _engine() -> ModuleType:
+    # Importing it needs sgl_kernel, hence a GPU driver: at call time, never at import.
+    from sglang.srt.layers.moe import cutlass_w4a8_moe
+
+    return cutlass_w4a8_moe
+
+
+def _say_once(level: int, text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.log(level, "sglang-w4afp8: %s", text)
+
+
+# ---- which layers
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability; None where there is no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def _gpu_name(device: torch.device) -> str | None:
+    return tuned_config.gpu_name(device.index) if device.type == "cuda" else None
+
+
+def _sizes(layer: Any) -> tuple[int, int, int]:
+    """Intermediate size N, hidden size K and local experts of a layer."""
+    experts, hidden, packed = layer.w2_weight.shape
+    return 2 * packed, hidden, experts
+
+
+def why_unsupported(method: Any, layer: Any) -> str | None:
+    """Why the Triton kernels cannot serve a layer, whatever is wanted; None when they can."""
+    n, k, _ = _sizes(layer)
+    for name, size in (("N", n), ("K", k)):
+        if size % _MULTIPLE:
+            return f"{name} is {size}, no multiple of {_MULTIPLE}"
+    group_size = method.quant_config.group_size
+    if group_size != _GROUP_SIZE:
+        return f"the group size is {group_size}, not {_GROUP_SIZE}"
+    found = capability(layer.w2_weight.device)
+    if found != _HOPPER:
+        return (
+            f"the weights are on {f'a GPU of capability {found[0]}.{found[1]}' if found else 'no GPU'}, not on Hopper"
+        )
+    if not hasattr(_engine(), _ENGINE_GEMM):
+        return f"the engine's chain calls no {_ENGINE_GEMM}, so its prefill could not be served"
+    return None
+
+
+def _why_no_low_latency() -> str | None:
+    """Why no low-latency call will come; None when one may, or nobody has published what the server does."""
+    other = engine_state.setting("moe_a2a_backend")
+    if other not in (None, "deepep"):
+        return f"nothing goes through DeepEP here (--moe-a2a-backend {other})"
+    if engine_state.setting("deepep_mode") == "normal":
+        return "DeepEP runs in normal mode only"
+    return None
+
+
+def _prefills_in_normal_mode() -> bool:
+    return (
+        engine_state.setting("deepep_mode") != "low_latency" and engine_state.setting("disaggregation_mode") != "decode"
+    )
+
+
+def largest_expected_m(layer: Any) -> int | None:
+    """The dispatcher's estimate at the most tokens that this server dispatches; None where that is not known.
+
+    ``expected_m = (tokens * ranks * topk + E) // E`` with the model's E experts, as the dispatcher computes it.
+    """
+    load = dispatch_cap.server_load()
+    if load is None:
+        return None
+    requests = load.running_requests if load.graph_requests is None else load.graph_requests
+    if requests is None:
+        return None
+    tokens = load.tokens_per_rank(requests * load.tokens_per_request)
+    if load.prefill_tokens is not None:
+        tokens = max(tokens, load.tokens_per_rank(load.prefill_tokens))
+    tokens = min(tokens, engine_state.dispatch_tokens_cap())
+    return (tokens * layer.moe_ep_size * layer.top_k + layer.num_experts) // layer.num_experts
+
+
+def _why_auto_leaves(layer: Any, shape: table.ShapeLaunches | None) -> str | None:
+    n, k, experts = _sizes(layer)
+    if shape is None:
+        return f"no table compares the backends at N {n}, K {k}"
+    if _prefills_in_normal_mode():
+        return "prefill runs in DeepEP's normal mode, where the backends have not been compared"
+    try:
+        largest = largest_expected_m(layer)
+    except Exception as error:  # an engine that says these things otherwise must start all the same
+        return f"the rows that this server sends are not known ({error!r})"
+    if largest is None:
+        return "the rows that this server sends are not known"
+    if not shape.triton_wins(largest):
+        return f"the table does not show Triton ahead up to {largest} expected rows (N {n}, K {k}, {experts} experts)"
+    return None
+
+
+def plan(method: Any, layer: Any, wanted: str) -> tuple[int, int] | str:
+    """``block_n`` of both GEMMs for a layer that is to be regrouped, or why it is not."""
+    reason = why_unsupported(method, layer) or _why_no_low_latency()
+    if reason is not None:
+        return reason
+    n, k, experts = _sizes(layer)
+    shape = table.shape_launches(_gpu_name(layer.w2_weight.device), n, k, experts)
+    if wanted == "auto":
+        reason = _why_auto_leaves(layer, shape)
+    return reason or (shape.block_ns if shape is not None else table.RULE_BLOCK_NS)
+
+
+def _agreed(chosen: tuple[int, int] | str) -> tuple[int, int] | str:
+    """What all ranks have chosen for a layer, where experts may move between them.
+
+    Every rank takes part, whatever it has chosen, because the others wait for it.
+    """
+    if not engine_state.setting("enable_eplb"):
+        return chosen
+    group = engine_state.expert_group()
+    if group.world_size == 1:
+        return chosen
+    mine = torch.tensor(chosen if isinstance(chosen, tuple) else (0, 0), dtype=torch.int64)
+    both = torch.cat([mine, -mine])
+    torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    same = torch.equal(both[:2], -both[2:])
+    return chosen if same else "ranks chose differently, and load balancing moves experts between them"
+
+
+# ---- the weights
+
+
+def is_processed(layer: Any) -> bool:
+    """Whether the engine's processing has made the layer's scales, and nobody has loaded others since.
+
+    A second run of it would interleave them once more. Only layers that were regrouped are marked.
+    """
+    return all(getattr(getattr(layer, scale), _PROCESSED, False) for _, scale, _ in _WEIGHTS)
+
+
+def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
+    """Regroup a layer whose weights the engine has processed, if the backend is to serve it; says once why where not.
+
+    Does nothing to a layer that is regrouped already. Returns whether the layer is regrouped.
+    """
+    if is_regrouped(layer):
+        return True
+    chosen = _agreed(plan(method, layer, wanted))
+    if isinstance(chosen, str):
+        # Whoever asked for Triton must see that it is not what runs.
+        _say_once(logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}")
+        return False
+    route_engine_gemm(_engine())
+    words = layer.w2_weight.device.type == "cuda"
+    for (weight_name, scale_name, gate_up), block_n in zip(_WEIGHTS, chosen, strict=True):
+        weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
+        two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up, words=words)
+        setattr(weight, _LAYOUT, TileLayout(block_n, gate_up, words))
+        setattr(scale, _PROCESSED, True)
+        loader = getattr(weight, "weight_loader", None)
+        if loader is not None:
+            setattr(weight, _LOADER, loader)
+            weight.weight_loader = functools.partial(_refuse_to_load, weight_name)
+    if hasattr(type(method), _RESTORE):
+        # The engine calls it on the method's object before it loads into a model that serves.
+        setattr(method, _RESTORE, functools.partial(_restore_for_reload, getattr(type(method), _RESTORE), method))
+    _say_once(logging.INFO, f"experts served by the Triton grouped GEMMs, tiles of {chosen[0]} and {chosen[1]} columns")
+    return True
+
+
+def restore_layer(layer: Any) -> None:
+    """Give a regrouped layer the engine's layout back, byte for byte; nothing where it is not regrouped."""
+    for weight_name, scale_name, _ in _WEIGHTS:
+        weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
+        layout = layout_of(weight)
+        if layout is None:
+            continue
+        two.restore_weights(weight.data, scale.data, layout.block_n, gate_up=layout.gate_up, words=layout.words)
+        delattr(weight, _LAYOUT)
+        if hasattr(weight, _LOADER):
+            weight.weight_loader = getattr(weight, _LOADER)
+            delattr(weight, _LOADER)
+
+
+def _restore_for_reload(original: Callable[..., Any], method: Any, layer: Any) -> Any:
+    restore_layer(layer)
+    return original(method, layer)
+
+
+def _refuse_to_load(name: str, *args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        f"{name}: its layer is regrouped for the Triton backend, so nothing can be loaded into it; start the server with "
+        f"{switches.PREFIX}BACKEND=cutlass to update expert weights in place"
+    )
+
+
+# ---- the calls
+
+
+def moe_deepep_ll(
+    a_states: torch.Tensor,
+    a_scales: torch.Tensor | None,
+    w1_q: torch.Tensor,
+    w2_q: torch.Tensor,
+    w1_scale: torch.Tensor,
+    w2_scale: torch.Tensor,
+    masked_m: torch.Tensor,
+    a1_scale: torch.Tensor,
+    a2_scale: torch.Tensor,
+    expected_m: int | None,
+) -> torch.Tensor:
+    """A low-latency layer in two launches; arguments and result as of the chain that calls it, weights regrouped.
+
+    A payload with float32 scales is read as it is, and ``a1_scale`` then plays no part. One without scales (BF16) or with
+    packed ones is first quantised to per-tensor fp8 by our requant, at ``a1_scale``.
+    """
+    num_experts, padded_rows, hidden = a_states.shape
+    intermediate_size = w2_q.size(2) * 2
+    first, second = layout_of(w1_q), layout_of(w2_q)
+    assert first is not None and second is not None
+    gate_up, down = table.launches(
+        _gpu_name(a_states.device),
+        intermediate_size,
+        hidden,
+        num_experts,
+        (first.block_n, second.block_n),
+        expected_m,
+    )
+    groups = hidden // _GROUP_SIZE
+    if a_scales is None or a_scales.dtype != torch.float32:
+        payload = torch.empty(a_states.shape, dtype=torch.float8_e4m3fn, device=a_states.device)
+        kernels.fp8_per_token_to_per_tensor_quant_triton(a_states, a_scales, masked_m, a1_scale, payload, expected_m)
+        a_states, a_scales = payload, a1_scale.view(1, 1, 1).expand(num_experts, padded_rows, groups)
+    inner = torch.empty(
+        (num_experts, padded_rows, intermediate_size), device=a_states.device, dtype=torch.float8_e4m3fn
+    )
+    two.w4a8_gate_up(a_states, a_scales, w1_q, w1_scale, masked_m, a2_scale, inner, gate_up, words=first.words)
+    output = torch.empty((num_experts, padded_rows, hidden), device=a_states.device, dtype=torch.bfloat16)
+    two.w4a8_down(inner, a2_scale, w2_q, w2_scale, masked_m, output, down, words=second.words)
+    return output
+
+
+def _rows_gemm(
+    layout: TileLayout,
+    d: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    b_scales: torch.Tensor,
+    experts_offsets: torch.Tensor,
+    problem_sizes: torch.Tensor,
+) -> None:
+    """The engine's grouped GEMM over rows that stand one expert after another, from a regrouped weight.
+
+    ``problem_sizes`` int32 ``[E, 3]`` holds (N, rows, K) an expert, as the engine writes it for its own kernel.
+    """
+    if a.dim() != 2:
+        raise ValueError(f"a: shape is {list(a.shape)}, must be [rows, K]: padded rows go through our own chain")
+    launch = table.rule(layout.block_n, -(-a.size(0) // b.size(0)))
+    two.w4a8_rows(a, a_scales, b, b_scales, experts_offsets, problem_sizes[:, 1], d, launch, layout)
+
+
+def route_engine_gemm(engine: ModuleType) -> None:
+    """Have the engine's chain ask for every weight whether it is regrouped; done once per process, before the first one is."""
+    original = getattr(engine, _ENGINE_GEMM)
+    if hasattr(original, _LAYOUT):
+        return
+
+    @functools.wraps(original)
+    def cutlass_w4a8_moe_mm(
+        d: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        a_scales: torch.Tensor,
+        b_scales: torch.Tensor,
+        experts_offsets: torch.Tensor,
+        problem_sizes: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        layout = layout_of(b)
+        if layout is None:
+            return original(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, *args, **kwargs)
+        return _rows_gemm(layout, d, a, b, a_scales, b_scales, experts_offsets, problem_sizes)
+
+    setattr(cutlass_w4a8_moe_mm, _LAYOUT, None)
+    setattr(engine, _ENGINE_GEMM, cutlass_w4a8_moe_mm)

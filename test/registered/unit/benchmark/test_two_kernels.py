@@ -1,0 +1,180 @@
+"""The two-kernel benchmark without a device: what it chooses from a search, what it goes on with, and what it makes wrong."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.bench import streaming
+from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
+from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GroupedGemmLaunch
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
+    deinterleave_scales,
+    dequantize_weight,
+    interleave_scales,
+)
+
+register_cpu_ci(est_time=15, suite="base-a-test-cpu")
+
+_FOLDER = Path(__file__).resolve().parents[4] / "benchmark"
+sys.path.insert(0, str(_FOLDER))
+_SPEC = importlib.util.spec_from_file_location("two_kernels", _FOLDER / "two_kernels.py")
+bench = importlib.util.module_from_spec(_SPEC)
+sys.modules["two_kernels"] = bench
+_SPEC.loader.exec_module(bench)
+
+META = {key: f"this {key}" for key in bench.SET_UP}
+SHAPE = {"hidden": 7168, "inner": 2048, "experts": 64, "padded": 2048}
+
+
+def name(block_n, block_m=16, stages=4):
+    return bench.launch_name(GroupedGemmLaunch(block_n, block_m, 1, 4, stages))
+
+
+def searched(expected_m, routing, gate_up, down=None):
+    return {
+        **SHAPE,
+        "rows": expected_m - 1,
+        "routing": routing,
+        "expected_m": expected_m,
+        "gate_up": gate_up,
+        "down": down or {name(64): 1.0},
+    }
+
+
+def test_a_launch_is_read_from_its_name():
+    for launch in bench.candidates(8, True):
+        assert bench.launch_of(bench.launch_name(launch)) == launch
+
+
+def test_every_candidate_could_stand_in_a_table():
+    for rows in bench.ROWS:
+        for gate_up in (True, False):
+            for launch in bench.candidates(rows, gate_up):
+                hints = grouped_gemm_table._hints(launch)
+                parts = 2 if gate_up else 1
+                assert grouped_gemm_table._parse_launch(hints, launch.block_n, 2048, 7168, parts) == launch
+
+
+def test_one_block_n_for_all_rows_and_the_best_launch_over_all_routings_at_each():
+    cells = [
+        # 128 is best at 2 expected rows and bad at 17, so 64 is better over both.
+        searched(2, "random", {name(64): 10.0, name(64, stages=3): 11.0, name(128): 9.0}),
+        searched(2, "skew16", {name(64): 14.0, name(64, stages=3): 10.0, name(128): 9.0}),
+        searched(17, "random", {name(64): 12.0, name(64, 32): 11.0, name(128): 20.0}),
+        # What could not be launched in one routing is no candidate.
+        searched(17, "skew16", {name(64): 12.0, name(128): 20.0}),
+    ]
+    block_n, launches = bench.choose_launches(cells)["gate_up"]
+    assert block_n == 64
+    assert launches == {2: GroupedGemmLaunch(64, 16, 1, 4, 3), 17: GroupedGemmLaunch(64, 16, 1, 4, 4)}
+
+
+def test_a_table_holds_times_only_of_the_launches_that_it_holds(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "NVIDIA H200")
+    cells = [searched(m, routing, {name(64): 1.0}) for m in (2, 17) for routing in ("even", "random")]
+    launch = dict(GroupedGemmLaunch(64, 16, 1, 4, 4).__dict__)
+    measured = [
+        {**SHAPE, "expected_m": 2, "gate_up": launch, "down": launch, "triton_us": triton, "cutlass_us": 8.0}
+        for triton in (2.0, 8.0)
+    ]
+    measured.append({**measured[0], "expected_m": 17, "gate_up": {**launch, "num_stages": 3}})
+    table = bench.make_table(cells, measured)
+    (launches,) = table.values()
+    assert [(pair.expected_m, pair.triton_us, pair.cutlass_us) for pair in launches.pairs] == [
+        (2, 4.0, 8.0),
+        (17, None, None),
+    ]
+    other = {(1536, 3584, 8): launches}
+    assert bench.write_table(tmp_path, other, "0.4.5") == bench.write_table(tmp_path, table, "0.4.5")
+    (path,) = tmp_path.iterdir()
+    match = {"gpu": "NVIDIA H200", "schedule": grouped_gemm_table.SCHEDULE}
+    assert grouped_gemm_table.parse(tuned_config.read_tuned(path, match)) == {**table, **other}
+
+
+def test_a_run_goes_on_with_its_own_file(tmp_path):
+    path = tmp_path / "out.json"
+    assert bench.read_done(path, META) == {}
+    content = {"meta": META, "cells": [{"rows": 1}], "accuracy": [{"rows": 8}]}
+    path.write_text(json.dumps(content))
+    assert bench.read_done(path, META) == content
+    assert bench.read_done(path, {**META, "command": "another"}) == content
+
+
+@pytest.mark.parametrize("key", bench.SET_UP)
+def test_a_file_of_another_set_up_is_refused(tmp_path, key):
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"meta": {**META, key: "another"}, "cells": []}))
+    with pytest.raises(SystemExit, match=rf"was measured with another set-up \({key}\)"):
+        bench.read_done(path, META)
+
+
+def small_layer():
+    """A layer on the CPU with whatever the accuracy cases look at."""
+    experts, padded, hidden, inner = 2, 16, 512, 512
+    generator = torch.Generator().manual_seed(0)
+    payload = streaming.RequantBuffers(experts, padded, hidden, "cpu")
+
+    def scales(n, k):
+        return interleave_scales(torch.rand((experts, n, k // 128), generator=generator) + 0.5).to(torch.bfloat16)
+
+    return SimpleNamespace(
+        payload=payload,
+        device=torch.device("cpu"),
+        hidden=hidden,
+        inner=inner,
+        w1=torch.randint(-128, 128, (experts, 2 * inner, hidden // 2), dtype=torch.int8, generator=generator),
+        w2=torch.randint(-128, 128, (experts, hidden, inner // 2), dtype=torch.int8, generator=generator),
+        w1_scale=scales(2 * inner, hidden),
+        w2_scale=scales(hidden, inner),
+        a1_scale=torch.ones(1),
+        a2_scale=torch.ones(1),
+    )
+
+
+CELL = streaming.Cell(2, 16, 4, "even")
+
+
+def test_calibration_makes_the_largest_value_the_largest_code():
+    layer = small_layer()
+    bench.calibrate(layer, CELL)
+    x, x_scale, _, _, _ = layer.payload.arguments(CELL)
+    values = (x.double().unflatten(2, (-1, 128)) * x_scale[..., None]).flatten(2)
+    assert float(values.abs().max() / layer.a1_scale) == pytest.approx(448, rel=1e-5)
+    dense = dequantize_weight(layer.w1, deinterleave_scales(layer.w1_scale, layer.w1.size(1)), torch.float64)
+    gate, up = (values[:, :4] @ dense.transpose(1, 2)).chunk(2, dim=2)
+    peak = (gate * torch.sigmoid(gate) * up).abs().max()
+    assert float(peak / layer.a2_scale) == pytest.approx(448, rel=1e-4)
+
+
+@pytest.mark.parametrize("case", bench.ACCURACY)
+def test_every_accuracy_case_is_a_finite_layer_with_a_reference(case):
+    layer = small_layer()
+    spoil, first, second = bench.ACCURACY[case]
+    before = [t.clone() for t in (layer.payload.scales, layer.w1_scale)]
+    spoil(layer, torch.Generator().manual_seed(0))
+    unchanged = [torch.equal(*pair) for pair in zip(before, (layer.payload.scales, layer.w1_scale), strict=True)]
+    assert (unchanged == [True, True]) == (spoil is bench._nothing)
+    assert (first, second) != (1, 1) or spoil is not bench._nothing or case == "random"
+    bench.calibrate(layer, CELL)
+    x, x_scale, _, _, _ = layer.payload.arguments(CELL)
+    expected = bench.reference_rows(layer, CELL, x, x_scale)
+    assert set(expected) == {0, 1}
+    output = torch.zeros((2, 16, 512), dtype=torch.float64)
+    for expert, rows in expected.items():
+        assert rows.dtype == torch.float64 and rows.isfinite().all() and rows.abs().max() > 0
+        output[expert, : len(rows)] = rows
+    assert bench.error_of(output, expected) == bench.worst_row_error(output, expected) == 0
+    output[1, 2] = 0
+    assert bench.worst_row_error(output, expected) == 1
+    assert 0 < bench.error_of(output, expected) < 1
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))

@@ -1,0 +1,554 @@
+"""``SGLANG_W4AFP8_BACKEND`` on the CPU: the installed engine's expert layer with its weights regrouped, and without.
+
+Every arm is a fresh process with the engine's own loader, Triton's interpreter and doubles for what needs a GPU: the compiled
+grouped GEMM, which reads the engine's layout only, and the small kernels around it in prefill. Every value of the layer is
+representable at every step, so results are compared with a float64 reference at zero tolerance.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+from engine_process import Process, run_script, write
+
+register_cpu_ci(est_time=150, suite="base-a-test-cpu")
+
+SGL_KERNEL = """
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
+
+double = CompiledDispatchDouble()
+
+def cutlass_w4a8_moe_mm(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides,
+                        s_strides, chunk_size=128, topk=8):
+    double(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
+           chunk_size, topk)
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return print
+"""
+
+LAYER = """
+import logging
+import sys
+from types import SimpleNamespace
+
+import torch
+
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+from sglang.srt.plugins import load_plugins
+
+load_plugins()
+
+import sglang.srt.layers.moe.cutlass_w4a8_moe as engine_chain
+from sgl_kernel import cutlass_w4a8_moe_mm, double
+from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPLLDispatchOutput, DeepEPNormalDispatchOutput
+from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config, W4AFp8MoEMethod
+from sglang_w4afp8 import engine_state, tuned_config
+from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import interleave_scales, pack_int4
+from sglang_w4afp8.srt.layers.moe import two_kernels
+
+two_kernels.capability = lambda device: (9, 0)
+# The engine imports it only beside a GPU.
+engine_chain.cutlass_w4a8_moe_mm = cutlass_w4a8_moe_mm
+settings = {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}
+engine_state.setting = settings.get
+
+E, M, TOPK = 3, 512, 2
+ROWS, EXPECTED_M = [5, 0, 18], 9
+A1_SCALE, A2_SCALE = 0.5, 4.0
+
+def values_of(K, N, seed=0):
+    # Gate is 32 everywhere, whose SiLU is 32 in float32; up is one product, and so is every output.
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.zeros((E, 2 * N, K), dtype=torch.int8)
+    w13[:, :N, 0] = 4
+    picked = torch.stack([torch.randperm(K - 1, generator=generator)[:N] + 1 for _ in range(E)])
+    w2 = torch.zeros((E, K, N), dtype=torch.int8)
+    column = torch.randint(0, N, (E, K), generator=generator)
+    for expert in range(E):
+        w13[expert, N + torch.arange(N), picked[expert]] = -2
+        w2[expert, torch.arange(K), column[expert]] = torch.randint(-8, 8, (K,), generator=generator, dtype=torch.int8)
+    s13 = 2.0 ** torch.randint(-1, 2, (E, 2 * N, K // 128), generator=generator)
+    s13[:, :N, 0] = 1.0
+    s2 = 2.0 ** torch.randint(-7, -4, (E, K, N // 128), generator=generator)
+    return w13, s13, w2, s2
+
+loads = []
+
+def loader(param, loaded_weight, *args, **kwargs):
+    loads.append(param)
+    param.data.copy_(loaded_weight)
+
+def new_layer(K=512, N=128, values=None, group_size=128):
+    config = W4AFp8Config()
+    config.group_size = group_size
+    layer = torch.nn.Module()
+    layer.layer_id, layer.quant_method = 7, W4AFp8MoEMethod(config)
+    layer.moe_ep_size, layer.top_k, layer.num_experts = 1, TOPK, E
+    layer.quant_method.create_weights(layer, E, K, N, torch.bfloat16, weight_loader=loader)
+    if values is not None:
+        w13, s13, w2, s2 = values
+        layer.w13_weight.weight_loader(layer.w13_weight, pack_int4(w13))
+        layer.w2_weight.weight_loader(layer.w2_weight, pack_int4(w2))
+        layer.w13_weight_scale_inv.data.copy_(s13)
+        layer.w2_weight_scale_inv.data.copy_(s2)
+    layer.w13_input_scale.data.fill_(A1_SCALE)
+    layer.w2_input_scale.data.fill_(A2_SCALE)
+    return layer
+
+def process(layer):
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+NAMES = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
+
+def memory(layer):
+    return [getattr(layer, name).detach().clone() for name in NAMES]
+
+def engines_memory(values):
+    w13, s13, w2, s2 = values
+    return [pack_int4(w13), pack_int4(w2), *(interleave_scales(s).to(torch.bfloat16) for s in (s13, s2))]
+
+def same(first, second):
+    return [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+
+def dense(weight, scales):
+    return (weight.double().unflatten(-1, (-1, 128)) * scales.double()[..., None]).flatten(-2)
+
+def reference(values, rows, expert):
+    w13, s13, w2, s2 = values
+    gate, up = (rows.double() @ dense(w13[expert], s13[expert]).T).chunk(2, dim=1)
+    assert not len(rows) or (gate == 32).all()
+    return (gate * up) @ dense(w2[expert], s2[expert]).T
+
+def outcome(call, *args, **kwargs):
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+result = {}
+"""
+
+LOW_LATENCY = """
+values = values_of(512, 128)
+layer = process(new_layer(values=values))
+generator = torch.Generator().manual_seed(1)
+masked_m = torch.tensor(ROWS, dtype=torch.int32)
+live = torch.arange(M)[None, :] < masked_m[:, None]
+activations = torch.randint(-8, 9, (E, M, 512), generator=generator).float()
+activations[:, :, 0] = 8.0
+exponents = torch.randint(-2, 1, (E, M, 4), generator=generator)
+exponents[:, :, 0] = 0
+scales = 2.0**exponents
+x = activations.to(torch.float8_e4m3fn)
+# Padding is NaN in payload and scales: one read of it into a live row shows.
+x.view(torch.uint8)[~live] = 0x7F
+x_scale = scales.masked_fill(~live[..., None], float("nan")).transpose(1, 2).contiguous().transpose(1, 2)
+packed = sum((127 + exponents[:, :, byte]) << (8 * byte) for byte in range(4)).to(torch.int32)[:, :, None]
+dequantized = (activations.unflatten(2, (-1, 128)) * scales[:, :, :, None]).flatten(2)
+
+def run(payload, payload_scale, expected_m=EXPECTED_M):
+    topk = torch.zeros((4, TOPK), dtype=torch.int64)
+    dispatch = DeepEPLLDispatchOutput(payload, payload_scale, topk, topk.float(), masked_m, expected_m)
+    output = layer.quant_method.apply_deepep_ll(layer, dispatch)
+    return [
+        torch.equal(output[expert, :rows].double(), reference(values, dequantized[expert, :rows], expert))
+        for expert, rows in enumerate(ROWS)
+    ]
+
+result["regrouped"] = two_kernels.is_regrouped(layer)
+result["fp8"] = run(x, x_scale)
+result["gemms"] = len(double.calls)
+result["no estimate"] = run(x, x_scale, None)
+result["many rows expected"] = run(x, x_scale, 300)
+if two_kernels.is_regrouped(layer):
+    result["bf16"] = run(dequantized.to(torch.bfloat16), None)
+    result["packed"] = run(x, packed)
+"""
+
+LIFE = """
+values = values_of(512, 128)
+expected = engines_memory(values)
+layer = process(new_layer(values=values))
+pointers = [getattr(layer, name).data_ptr() for name in NAMES]
+once = memory(layer)
+result["regrouped"] = [two_kernels.is_regrouped(layer), *same(once, expected)]
+process(layer)
+result["again"] = same(memory(layer), once)
+
+other = values_of(512, 128, seed=5)
+result["load"] = outcome(layer.w13_weight.weight_loader, layer.w13_weight, pack_int4(other[0]))
+result["after the refusal"] = same(memory(layer), once)
+
+two_kernels.restore_layer(layer)
+result["restored"] = [two_kernels.is_regrouped(layer), *same(memory(layer), expected)]
+two_kernels.restore_layer(layer)
+result["restored again"] = same(memory(layer), expected)
+process(layer)
+result["regrouped anew"] = same(memory(layer), once)
+
+# A reload as the engine announces it, of the int4 values: its scales' parameters have no loader any more.
+restore = getattr(layer.quant_method, "restore_weights_before_loading", None)
+result["announced"] = restore is not None
+if restore is not None:
+    restore(layer)
+    layer.w13_weight.weight_loader(layer.w13_weight, pack_int4(other[0]))
+    layer.w2_weight.weight_loader(layer.w2_weight, pack_int4(other[2]))
+    process(layer)
+    fresh = process(new_layer(values=(other[0], values[1], other[2], values[3])))
+    result["reloaded"] = same(memory(layer), memory(fresh))
+    result["refused again"] = outcome(layer.w2_weight.weight_loader, layer.w2_weight, pack_int4(other[2]))
+result["in place"] = pointers == [getattr(layer, name).data_ptr() for name in NAMES]
+result["scales have a loader"] = [hasattr(getattr(layer, name), "weight_loader") for name in NAMES[2:]]
+# Dummy weights are any bytes, and every byte is two values.
+dummy = new_layer()
+for name in NAMES[:2]:
+    getattr(dummy, name).data.random_(-128, 128)
+before = [getattr(dummy, name).detach().clone() for name in NAMES[:2]]
+process(dummy)
+two_kernels.restore_layer(dummy)
+result["dummy"] = [torch.equal(getattr(dummy, name), was) for name, was in zip(NAMES, before)]
+"""
+
+UNSUPPORTED = """
+def left(layer):
+    return not two_kernels.is_regrouped(process(layer))
+
+result["left"] = {
+    "N": left(new_layer(512, 192)),
+    "K": left(new_layer(576, 128)),
+    "group": left(new_layer(512, 128, group_size=64)),
+    "twice": left(new_layer(512, 192)),
+}
+two_kernels.capability = lambda device: (10, 0)
+result["left"]["gpu"] = left(new_layer())
+two_kernels.capability = lambda device: None
+result["left"]["no gpu"] = left(new_layer())
+two_kernels.capability = lambda device: (9, 0)
+settings["moe_a2a_backend"] = "none"
+result["left"]["other backend"] = left(new_layer())
+settings["moe_a2a_backend"] = "deepep"
+settings["deepep_mode"] = "normal"
+result["left"]["normal"] = left(new_layer())
+settings["deepep_mode"] = "auto"
+result["supported"] = not left(new_layer())
+del engine_chain.cutlass_w4a8_moe_mm
+result["left"]["no gemm"] = left(new_layer())
+"""
+
+# What `auto` decides by: a table, and what the server is going to send.
+AUTO = """
+import pathlib, tempfile
+from sglang_w4afp8.srt.layers.moe import dispatch_cap
+
+tuned_config.user_directory = lambda: pathlib.Path(FOLDER)
+tuned_config.gpu_name = lambda index=None: "NVIDIA H200"
+two_kernels._gpu_name = lambda device: "NVIDIA H200"
+engine_state.dispatch_tokens_cap = lambda: 512
+
+def write_table(*times, block_n=64):
+    hints = {"block_m": 16, "groups_per_step": 1, "num_warps": 4, "num_stages": 3}
+    launches = [
+        {"expected_m": m, "gate_up": hints, "down": hints, "triton_us": triton, "cutlass_us": cutlass}
+        for m, triton, cutlass in times
+    ]
+    shape = {"n": 128, "k": 512, "experts": 4, "gate_up_block_n": 32, "down_block_n": block_n, "launches": launches}
+    metadata = {"gpu": "NVIDIA H200", "schedule": grouped_gemm_table.SCHEDULE, "triton": "", "package_version": "",
+                "kernel_version": ""}
+    path = pathlib.Path(FOLDER) / "two_kernels_nvidia_h200.json"
+    tuned_config.write_tuned(path, metadata, {"shapes": [shape]})
+    tuned_config._cache.clear()
+    grouped_gemm_table.clear_cache()
+
+def regrouped(requests=None, layer=None):
+    load = dispatch_cap.Load(requests, None, None) if requests else None
+    dispatch_cap.server_load = lambda: load
+    layer = process(new_layer() if layer is None else layer)
+    return two_kernels.layout_of(layer.w13_weight) and [
+        two_kernels.layout_of(weight).block_n for weight in (layer.w13_weight, layer.w2_weight)
+    ]
+
+result["no table"] = regrouped(4)
+write_table((2, 1.0, 2.0), (9, 1.0, 1.5), (17, 1.03, 1.0))
+# Up to 12 requests of two experts each over three experts are 9 expected rows, up to 24 are 17.
+result["wins"] = regrouped(12)
+result["loses at some"] = regrouped(24)
+result["nobody knows"] = regrouped()
+settings["deepep_mode"] = "auto"
+result["normal prefill"] = regrouped(12)
+settings["disaggregation_mode"] = "decode"
+result["decode only"] = regrouped(12)
+result["other shape"] = regrouped(12, new_layer(1024, 128))
+result["beyond the table"] = regrouped(120)
+write_table((2, 1.0, 2.0), (9, 1.0, 1.5), (17, 1.02, 1.0))
+result["within the limit"] = regrouped(24)
+write_table((2, 1.01, 1.0), (9, 1.0, 1.0))
+result["gains nothing"] = regrouped(12)
+"""
+
+NORMAL = """
+values = values_of(512, 128)
+T = 7
+layer = process(new_layer(values=values))
+plain = new_layer(values=values)
+plain.w13_weight.data = pack_int4(values[0])
+route = engine_chain.cutlass_w4a8_moe_mm
+result["routed"] = [route is not cutlass_w4a8_moe_mm, two_kernels.is_regrouped(layer)]
+
+def mm_data(topk_ids, expert_offsets, sizes1, sizes2, a_map, c_map, experts, n, k, **kwargs):
+    counts = torch.bincount(topk_ids.flatten(), minlength=experts + 1)[:experts]
+    expert_offsets.copy_(torch.cat([torch.zeros(1), counts.cumsum(0)]))
+    for sizes, size_n, size_k in ((sizes1, 2 * n, k), (sizes2, k, n)):
+        sizes.copy_(torch.stack([torch.full_like(counts, size_n), counts, torch.full_like(counts, size_k)], dim=1))
+
+def quantize(x, output, scale, is_static):
+    output.copy_((x.float() / scale).to(torch.float8_e4m3fn))
+
+def silu_and_mul(x, output):
+    gate, up = x.float().chunk(2, dim=1)
+    output.copy_(gate * torch.sigmoid(gate) * up)
+
+class PostReorder:
+    # The interpreter computes on the codes of bf16 where a kernel multiplies in it, as the engine's does.
+    def __getitem__(self, grid):
+        def add_up(down, output, src2dst, topk_ids, topk_weights, *sizes, **constants):
+            for token in range(len(output)):
+                places = src2dst.view(topk_ids.shape)[token]
+                chosen = places >= 0
+                rows = down[places[chosen]].double() * topk_weights[token][chosen].double()[:, None]
+                output[token] = rows.sum(0).to(output.dtype)
+        return add_up
+
+engine_chain.deepep_post_reorder_triton_kernel = PostReorder()
+engine_chain.get_cutlass_w4a8_moe_mm_data = mm_data
+engine_chain.per_tensor_quant_fp8 = engine_chain.sgl_per_tensor_quant_fp8 = quantize
+engine_chain.silu_and_mul = silu_and_mul
+
+generator = torch.Generator().manual_seed(2)
+x = torch.randint(-4, 5, (T, 512), generator=generator).to(torch.bfloat16)
+x[:, 0] = 8.0
+# No token goes to expert 1, and one of each row's choices is on another rank.
+topk = torch.tensor([[0, 2], [2, -1], [2, 0], [-1, 0], [2, -1], [0, 2], [2, 0]])
+weights = torch.full((T, 2), 0.5)
+weights[:, 1] = 1.0
+output = layer.quant_method.apply_deepep_normal(layer, DeepEPNormalDispatchOutput(x, None, topk, weights, [4, 0, 6]))
+expected = torch.zeros((T, 512), dtype=torch.float64)
+for token in range(T):
+    for choice, expert in enumerate(topk[token].tolist()):
+        if expert >= 0:
+            expected[token] += weights[token, choice].double() * reference(values, x[token : token + 1], expert)[0]
+result["normal"] = torch.equal(output, expected.to(torch.bfloat16))
+result["normal gemms"] = len(double.calls)
+
+# Both GEMMs by themselves, as any path of the engine calls them: the same values from either layout.
+offsets = torch.tensor([0, 4, 4], dtype=torch.int32)
+for name, scale_name, weight_name, n, k in (
+    ("first", "w13_weight_scale_inv", "w13_weight", 256, 512), ("second", "w2_weight_scale_inv", "w2_weight", 512, 128)
+):
+    a = torch.randint(-8, 9, (10, k), generator=generator).to(torch.float8_e4m3fn)
+    sizes = torch.tensor([[n, 4, k], [n, 0, k], [n, 6, k]], dtype=torch.int32)
+    strides = [torch.zeros((E, 3), dtype=torch.int64)] * 4
+    from sglang_w4afp8.kernels.ops.moe.w4a8_reference import w4a8_grouped_gemm_reference
+    scales = dict(zip(NAMES, engines_memory(values)))
+    from_tiles, from_engine = (torch.full((10, n), -7.0, dtype=torch.bfloat16) for _ in range(2))
+    a_scale = torch.tensor([0.25])
+    route(from_tiles, a, getattr(layer, weight_name), a_scale, getattr(layer, scale_name), offsets, sizes, *strides, 128, 2)
+    calls = len(double.calls)
+    route(from_engine, a, scales[weight_name], a_scale, scales[scale_name], offsets, sizes, *strides, 128, 2)
+    result[name] = [torch.equal(from_tiles, from_engine), len(double.calls) - calls, bool((from_tiles != -7.0).any())]
+result["padded"] = outcome(
+    route, from_tiles[None], a[None], layer.w2_weight, a_scale, layer.w2_weight_scale_inv, offsets, sizes, *strides, 128, 2
+)
+"""
+
+RANK = """
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+
+rank = RANK
+dist.init_process_group("gloo", init_method="file://STORE", rank=rank, world_size=2)
+group = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD)
+parallel_state.get_moe_ep_group = lambda: group
+settings["enable_eplb"] = True
+
+def regrouped():
+    return two_kernels.is_regrouped(process(new_layer()))
+
+result["same"] = regrouped()
+if rank:
+    grouped_gemm_table.RULE_BLOCK_NS = (64, 32)
+result["other tiles"] = regrouped()
+if rank:
+    two_kernels.capability = lambda device: (10, 0)
+result["other GPU"] = regrouped()
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL})
+
+
+def run(stub: Path, code: str, backend: str = "triton") -> Process:
+    return run_script(LAYER + code, [stub], TRITON_INTERPRET="1", SGLANG_W4AFP8_BACKEND=backend)
+
+
+# --- low-latency calls ---
+
+
+@pytest.fixture(scope="module")
+def low_latency(stub: Path) -> Process:
+    return run(stub, LOW_LATENCY)
+
+
+def test_a_regrouped_layer_is_exact_and_calls_no_compiled_gemm(low_latency):
+    assert low_latency.result["regrouped"] is True
+    assert low_latency.result["fp8"] == [True] * 3
+    assert low_latency.result["gemms"] == 0
+
+
+@pytest.mark.parametrize("case", ["no estimate", "many rows expected"])
+def test_any_estimate_gives_the_same_values(low_latency, case):
+    assert low_latency.result[case] == [True] * 3
+
+
+@pytest.mark.parametrize("form", ["bf16", "packed"])
+def test_every_form_of_a_payload_is_served(low_latency, form):
+    assert low_latency.result[form] == [True] * 3
+
+
+def test_the_log_says_once_what_serves_the_experts(low_latency):
+    (line,) = low_latency.lines("experts served")
+    assert line.endswith("sglang-w4afp8: experts served by the Triton grouped GEMMs, tiles of 64 and 64 columns")
+    (call,) = low_latency.lines("first low-latency call")
+    assert "backend=triton" in call
+
+
+@pytest.mark.parametrize("backend", ["cutlass", "auto"])
+def test_the_same_layer_stays_with_cutlass_by_default_and_where_no_table_says_otherwise(stub, backend):
+    done = run(stub, LOW_LATENCY, backend)
+    assert done.result["regrouped"] is False
+    assert done.result["gemms"] == 2
+    assert done.result["fp8"] == [True] * 3
+    assert len(done.lines("experts stay with CUTLASS: no table compares the backends")) == (backend == "auto")
+
+
+# --- the weights' life ---
+
+
+@pytest.fixture(scope="module")
+def life(stub: Path) -> dict:
+    return run(stub, LIFE).result
+
+
+def test_weights_are_regrouped_in_place_and_restored_byte_for_byte(life):
+    assert life["regrouped"] == [True, False, False, False, True]  # one group a row: nothing to interleave
+    assert life["restored"] == [False, True, True, True, True]
+    assert life["restored again"] == [True] * 4
+    assert life["in place"] is True
+    assert life["dummy"] == [True, True]
+
+
+def test_processing_again_changes_nothing(life):
+    assert life["again"] == life["regrouped anew"] == [True] * 4
+
+
+def test_a_load_into_regrouped_weights_is_refused_and_changes_nothing(life):
+    assert life["load"] == (
+        "RuntimeError: w13_weight: its layer is regrouped for the Triton backend, so nothing can be loaded into it; start the "
+        "server with SGLANG_W4AFP8_BACKEND=cutlass to update expert weights in place"
+    )
+    assert life["after the refusal"] == [True] * 4
+
+
+def test_an_announced_reload_is_restored_before_and_regrouped_after(life):
+    if not life["announced"]:
+        pytest.skip("this engine announces no reload")
+    assert life["reloaded"] == [True] * 4
+    assert life["refused again"].startswith("RuntimeError: w2_weight: ")
+
+
+def test_the_engine_itself_cannot_load_a_layers_scales_again(life):
+    assert life["scales have a loader"] == [False, False]
+
+
+# --- which layers ---
+
+
+def test_what_is_not_supported_stays_with_cutlass_and_is_said_once(stub):
+    done = run(stub, UNSUPPORTED)
+    assert set(done.result["left"].values()) == {True}
+    assert done.result["supported"] is True
+    reasons = {line.partition("CUTLASS: ")[2] for line in done.lines("experts stay with CUTLASS: ")}
+    assert reasons == {
+        "N is 192, no multiple of 128",
+        "K is 576, no multiple of 128",
+        "the group size is 64, not 128",
+        "the weights are on a GPU of capability 10.0, not on Hopper",
+        "the weights are on no GPU, not on Hopper",
+        "nothing goes through DeepEP here (--moe-a2a-backend none)",
+        "DeepEP runs in normal mode only",
+        "the engine's chain calls no cutlass_w4a8_moe_mm, so its prefill could not be served",
+    }
+    assert len(done.lines("experts stay with CUTLASS: ")) == len(reasons)
+    assert all("WARNING" in line for line in done.lines("experts stay with CUTLASS: "))
+
+
+def test_auto_regroups_what_the_table_shows_to_be_faster_at_the_servers_rows(stub, tmp_path):
+    found = run(stub, AUTO.replace("FOLDER", repr(str(tmp_path))), "auto").result
+    assert found == {
+        "no table": None,
+        "wins": [32, 64],
+        "loses at some": None,
+        "nobody knows": None,
+        "normal prefill": None,
+        "decode only": [32, 64],
+        "other shape": None,
+        "beyond the table": None,
+        "within the limit": [32, 64],
+        "gains nothing": None,
+    }
+
+
+# --- prefill ---
+
+
+def test_prefill_on_a_regrouped_layer_is_right(stub):
+    found = run(stub, NORMAL).result
+    assert found["routed"] == [True, True]
+    assert found["normal"] is True
+    assert found["normal gemms"] == 0
+    assert found["first"] == found["second"] == [True, 1, True]
+    assert found["padded"].startswith("ValueError: a: shape is [1, 10, 128], must be [rows, K]")
+
+
+# --- ranks ---
+
+
+def test_with_load_balancing_ranks_regroup_alike_or_not_at_all(stub, tmp_path):
+    import threading
+
+    results: list[dict] = [{}, {}]
+
+    def one(rank: int) -> None:
+        code = RANK.replace("RANK", str(rank)).replace("STORE", str(tmp_path / "store"))
+        results[rank] = run(stub, code).result
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [{"same": True, "other tiles": False, "other GPU": False}] * 2
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
