@@ -48,13 +48,15 @@ stage_two() {
 stage_sanitize() {
   local tool log failed=0
   for tool in memcheck racecheck; do
-    log=$out/sanitize_$tool$tag.log
+    log=$(mktemp)
     compute-sanitizer --tool "$tool" --error-exitcode 3 --log-file "$log" python3 -m pytest -q -p no:cacheprovider \
       test/registered/kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py \
       test/registered/kernels/ops/moe/test_silu_and_mul_masked_quant.py \
       test/registered/kernels/ops/moe/test_w4a8_two_kernels.py \
-      -k "hot or tails or empty or problem_sizes or past or exact or float64 or one_expert_after_another" | tail -3 || failed=1
+      -k "hot or tails or empty or problem_sizes or past or exact or float64 or one_expert_after_another" \
+      --junitxml="$log.xml" | tail -3 || failed=1
     tail -2 "$log"
+    python3 scripts/device_summary.py "$log.xml" --log "$log" --out "$out/sanitize_$tool$tag.json" || failed=1
   done
   return $failed
 }

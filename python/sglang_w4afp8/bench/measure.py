@@ -98,7 +98,8 @@ def _driver() -> str:
 
 def _command() -> str:
     """The command of this process without the folders of the machine it ran on."""
-    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    program = Path(sys.argv[0]).name
+    words = ["sglang-w4afp8" if program == "cli.py" else program, *sys.argv[1:]]
     return shlex.join(Path(word).name if word.startswith("/") else word for word in words)
 
 

@@ -186,15 +186,29 @@ def requant_bytes(total_rows: int, hidden: int) -> int:
     return total_rows * (2 * hidden + hidden // GROUP * 4)
 
 
+def engine_requant(arguments: Sequence[torch.Tensor], expected_m: int) -> Callable[[], Any] | None:
+    """A call of the installed engine's own requant, with the estimate where it takes one; None when it is absent."""
+    engine = engine_function("fp8_per_token_to_per_tensor_quant_triton")
+    if engine is None:
+        return None
+    hint = {"expected_rows": expected_m} if "expected_rows" in inspect.signature(engine).parameters else {}
+    return lambda: engine(*arguments, **hint)
+
+
+def engine_silu(arguments: Sequence[torch.Tensor], expected_m: int) -> Callable[[], Any] | None:
+    """A call of the installed engine's own SiLU-and-multiply, which takes no estimate; None when it is absent."""
+    engine = engine_function("silu_and_mul_masked_post_per_tensor_quant_fwd")
+    return None if engine is None else lambda: engine(*arguments)
+
+
 def requant_providers(buffers: RequantBuffers, cell: Cell) -> dict[str, Callable[[], Any]]:
     arguments = buffers.arguments(cell)
     expected_m = cell.expected_m()
     requant = ours.fp8_per_token_to_per_tensor_quant_triton
     providers: dict[str, Callable[[], Any]] = {"ours": lambda: requant(*arguments, expected_m)}
-    engine = engine_function("fp8_per_token_to_per_tensor_quant_triton")
+    engine = engine_requant(arguments, expected_m)
     if engine is not None:
-        hint = {"expected_rows": expected_m} if "expected_rows" in inspect.signature(engine).parameters else {}
-        providers["engine"] = lambda: engine(*arguments, **hint)
+        providers["engine"] = engine
         check_same_bytes(f"requant {cell}", providers["ours"], providers["engine"], arguments[-1])
     providers["legacy"] = lambda: requant(*arguments, launch=legacy_launch(cell.padded))
     moved = requant_bytes(int(arguments[2].sum()), buffers.x.size(2))
@@ -267,9 +281,9 @@ def silu_providers(buffers: SiluBuffers, cell: Cell) -> dict[str, Callable[[], A
     expected_m = cell.expected_m()
     silu = ours.silu_and_mul_masked_post_per_tensor_quant_fwd
     providers: dict[str, Callable[[], Any]] = {"ours": lambda: silu(*arguments, expected_m)}
-    engine = engine_function("silu_and_mul_masked_post_per_tensor_quant_fwd")
+    engine = engine_silu(arguments, expected_m)
     if engine is not None:
-        providers["engine"] = lambda: engine(*arguments)
+        providers["engine"] = engine
         check_same_bytes(f"silu {cell}", providers["ours"], providers["engine"], arguments[1])
     providers["legacy"] = lambda: silu(*arguments, launch=silu_legacy_launch(cell.padded))
     moved = silu_bytes(int(arguments[2].sum()), buffers.output.size(2))

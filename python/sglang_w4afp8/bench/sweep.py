@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import Results, run_metadata
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import set_launch_lookup
 
 # What is measured, and the results file of it.
 KINDS = {"requant": "requant.json", "bf16": "bf16.json", "silu": "silu.json", "layer": "streaming.json"}
@@ -115,6 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
     parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
     parser.add_argument("--repeats", type=int, default=15, help="timed turns of every provider")
+    parser.add_argument(
+        "--untuned",
+        action="store_true",
+        help="launches of the rules, as on a GPU without a tuned file (other file names)",
+    )
     return parser
 
 
@@ -125,6 +131,9 @@ def main(argv: Sequence[str]) -> int:
         print("bench: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
     out = options.out or Path(KINDS[options.kind])
+    if options.untuned:
+        set_launch_lookup(None)
+        out = options.out or out.with_stem(f"{out.stem}_untuned")
     experts = options.experts or FEWER_EXPERTS.get(options.kind, streaming.EXPERTS)
     cells = run(options.kind, out, experts, options.rows, options.padded, options.repeats)
     print(summarize(cells))

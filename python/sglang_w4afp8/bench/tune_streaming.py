@@ -3,8 +3,9 @@
 A cell is one (kernel, columns, experts, rows); its candidates are timed under even, random and skewed routing, because the
 estimate that picks a launch at serving is only a mean. Each time is divided by the best that any candidate reached under
 that routing; the score is the geometric mean of the three quotients' mean and their worst, so that no routing pays for
-another. The search goes in stages: tiles and m-grid first, then, around the best of them, overflow slices, cap and
-speculation, and the best few again with more turns.
+another, and it is raised where the installed engine's own kernel is faster. The search goes in stages: tiles and m-grid first,
+then, around the best of them, phase 2 (cap, slices, their place in the grid), then rows loaded unseen, and the best few
+again with more turns.
 """
 
 import concurrent.futures
@@ -54,8 +55,12 @@ _SILU_TILES = {
 # Turns of a candidate in the search, and of the few that remain at its end.
 _REPEATS = 5
 _FINAL_REPEATS = 21
+# Launches that go on to the next stage.
+_KEPT = 4
 # A gain below this factor is not told from noise: the rule stays.
 _NOISE = 1.01
+# What a launch pays for being slower than the engine's kernel in some routing: its quotient to this power.
+_ENGINE_POWER = 4
 
 
 def _rule(kernel: str, columns: int, expected_m: int, experts: int) -> MeasuredLaunch:
@@ -70,7 +75,7 @@ def _rule(kernel: str, columns: int, expected_m: int, experts: int) -> MeasuredL
         launch.row_block,
         launch.num_warps,
         launch.overflow_experts,
-        0,
+        1 if launch.speculative_rows else 0,
     )
 
 
@@ -95,71 +100,91 @@ def _first_stage(
 
 
 def _second_stage(best: Sequence[MeasuredLaunch]) -> list[MeasuredLaunch]:
-    candidates = []
-    for base in best:
-        slices = sorted({1, *(math.ceil(base.overflow_experts / part) for part in (1, 2, 4))})
-        # From here on it is bytes that count, and a row read unseen is bytes for nothing.
-        slacks = (0, 1, 4) if base.expected_m <= 2 * _LATENCY_ROWS + 1 else (0, 0.5, 1)
-        for cap, overflow, speculative, first in itertools.product((2, 4), slices, slacks, (False, True)):
-            candidates.append(
-                dataclasses.replace(
-                    base,
-                    cap_slack=cap,
-                    overflow_experts=overflow,
-                    speculative_slack=speculative,
-                    overflow_first=first,
-                )
-            )
-    return candidates
+    """Every arrangement of phase 2 around the best of the first stage."""
+    return [
+        dataclasses.replace(base, cap_slack=cap, overflow_experts=overflow, overflow_first=first)
+        for base in best
+        for overflow in sorted({1, *(math.ceil(base.overflow_experts / part) for part in (1, 2, 4))})
+        for cap, first in itertools.product((2, 4), (False, True))
+    ]
 
 
-def _times(
-    candidates: Sequence[MeasuredLaunch],
-    runs: Sequence[Callable[[MeasuredLaunch], Any]],
-    launches: int,
-    repeats: int = _REPEATS,
-) -> list[tuple[float, ...]]:
-    """Median microseconds per routing of every candidate; all candidates take turns."""
-    by_routing: list[list[float]] = []
-    for run in runs:
-        graphs = [capture(lambda r=run, c=candidate: r(c), launches) for candidate in candidates]
-        times: list[list[float]] = [[] for _ in candidates]
-        for turn in range(repeats + 1):
-            for graph, elapsed in zip(graphs, times, strict=True):
-                us = replay_us(graph, launches)
-                if turn:
-                    elapsed.append(us)
-        by_routing.append([sorted(elapsed)[len(elapsed) // 2] for elapsed in times])
-    return list(zip(*by_routing, strict=True))
+def _third_stage(best: Sequence[MeasuredLaunch]) -> list[MeasuredLaunch]:
+    """Other shares of rows loaded unseen; far from few rows it is bytes that count, and such a row may be bytes for nothing."""
+    return [
+        dataclasses.replace(base, speculative_slack=slack)
+        for base in best
+        for slack in ((0, 0.5, 1, 4) if base.expected_m <= 2 * _LATENCY_ROWS + 1 else (0, 0.5, 1))
+        if slack != base.speculative_slack
+    ]
+
+
+@dataclasses.dataclass
+class _Cell:
+    """What candidates of one cell are timed with: a call per routing, the engine's own where it is installed, and how many
+    calls fill a replay."""
+
+    runs: Sequence[Callable[[MeasuredLaunch], Any]]
+    engine: Sequence[Callable[[], Any]]
+    launches: int = 1
+
+    def times(
+        self, candidates: Sequence[MeasuredLaunch], repeats: int = _REPEATS
+    ) -> tuple[list[tuple[float, ...]], tuple[float, ...]]:
+        """Median microseconds per routing of every candidate, and of the engine's kernel; all take turns."""
+        by_routing: list[list[float]] = []
+        for index, run in enumerate(self.runs):
+            graphs = [capture(lambda r=run, c=candidate: r(c), self.launches) for candidate in candidates]
+            graphs += [capture(engine, self.launches) for engine in self.engine[index : index + 1]]
+            times: list[list[float]] = [[] for _ in graphs]
+            for turn in range(repeats + 1):
+                for graph, elapsed in zip(graphs, times, strict=True):
+                    us = replay_us(graph, self.launches)
+                    if turn:
+                        elapsed.append(us)
+            by_routing.append([sorted(elapsed)[len(elapsed) // 2] for elapsed in times])
+        all_times = list(zip(*by_routing, strict=True))
+        return all_times[: len(candidates)], all_times[-1] if self.engine else ()
+
+    def best(self, candidates: Sequence[MeasuredLaunch], count: int) -> list[MeasuredLaunch]:
+        times, engine = self.times(candidates)
+        ranked = sorted(zip(_scores(times, engine), candidates, strict=True), key=lambda entry: entry[0])
+        return [candidate for _, candidate in ranked[:count]]
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
-def _scores(times: Sequence[Sequence[float]]) -> list[float]:
-    """One number a candidate, the lower the better: between its mean and its worst quotient to the best of each routing."""
+def _scores(times: Sequence[Sequence[float]], engine: Sequence[float] = ()) -> list[float]:
+    """One number a candidate, the lower the better: between its mean and its worst quotient to the best of each routing,
+    raised by what it loses to the engine."""
     best = [min(routing) for routing in zip(*times, strict=True)]
     scores = []
     for candidate in times:
         quotients = [us / least for us, least in zip(candidate, best, strict=True)]
-        scores.append(math.sqrt(_geometric_mean(quotients) * max(quotients)))
+        lost = max([1.0, *(us / theirs for us, theirs in zip(candidate, engine, strict=False))])
+        scores.append(math.sqrt(_geometric_mean(quotients) * max(quotients)) * lost**_ENGINE_POWER)
     return scores
 
 
-def _ranked(candidates: Sequence[MeasuredLaunch], times: Sequence[Sequence[float]]) -> list[MeasuredLaunch]:
-    return [launch for _, launch in sorted(zip(_scores(times), candidates, strict=True), key=lambda entry: entry[0])]
+def _runs_at_all(engine: Callable[[], Any]) -> bool:
+    """Whether the engine serves the size: some releases refuse a K that is no multiple of 1024."""
+    try:
+        engine()
+    except (AssertionError, ValueError, RuntimeError):
+        return False
+    return True
 
 
-def _runs(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, list[Callable[[MeasuredLaunch], Any]]]:
-    """The kernel's calls for one cell, one per routing, and the estimate that serving would see."""
+def _cell(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, _Cell]:
+    """The calls of one cell, and the estimate that serving would see."""
     cells = [streaming.Cell(experts, streaming.PADDED, rows, routing) for routing in ROUTINGS]
-    function = (
-        ours.fp8_per_token_to_per_tensor_quant_triton
-        if kernel == "requant"
-        else ours.silu_and_mul_masked_post_per_tensor_quant_fwd
-    )
-    runs = []
+    if kernel == "requant":
+        function, engine_call = ours.fp8_per_token_to_per_tensor_quant_triton, streaming.engine_requant
+    else:
+        function, engine_call = ours.silu_and_mul_masked_post_per_tensor_quant_fwd, streaming.engine_silu
+    runs, engine = [], []
     for cell in cells:
         arguments = buffers.arguments(cell)
         expected_m = cell.expected_m()
@@ -172,7 +197,10 @@ def _runs(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, list
                 ),
             )
         )
-    return cells[0].expected_m(), runs
+        theirs = engine_call(arguments, expected_m)
+        if theirs is not None and _runs_at_all(theirs):
+            engine.append(theirs)
+    return cells[0].expected_m(), _Cell(runs, engine)
 
 
 def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[MeasuredLaunch]) -> None:
@@ -187,19 +215,20 @@ def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[Me
 
 def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) -> tuple[MeasuredLaunch, float]:
     """The best launch of one cell, and its microseconds (geometric mean over the routings)."""
-    expected_m, runs = _runs(kernel, buffers, experts, rows)
+    expected_m, cell = _cell(kernel, buffers, experts, rows)
+    run = cell.runs[0]
     tiles = _REQUANT_TILES if kernel == "requant" else _SILU_TILES
-    first = _first_stage(tiles[rows <= _LATENCY_ROWS], columns, expected_m, experts)
-    _compile_ahead(runs[0], first)
-    launches = launches_for(replay_us(capture(lambda: runs[0](first[0]), 4), 4))
-    ranked = _ranked(first, _times(first, runs, launches))
-    second = _second_stage(ranked[:3])
-    _compile_ahead(runs[0], second)
-    finalists = [*ranked[:2], *second]
-    best = _ranked(finalists, _times(finalists, runs, launches))[:4]
+    candidates = _first_stage(tiles[rows <= _LATENCY_ROWS], columns, expected_m, experts)
+    _compile_ahead(run, candidates)
+    cell.launches = launches_for(replay_us(capture(lambda: run(candidates[0]), 4), 4))
+    best = cell.best(candidates, _KEPT)
+    for next_stage in (_second_stage, _third_stage):
+        candidates = list(dict.fromkeys([*best, *next_stage(best)]))
+        _compile_ahead(run, candidates)
+        best = cell.best(candidates, _KEPT)
     best.append(_rule(kernel, columns, expected_m, experts))
-    times = _times(best, runs, launches, _FINAL_REPEATS)
-    scores = _scores(times)
+    times, engine = cell.times(best, _FINAL_REPEATS)
+    scores = _scores(times, engine)
     winner = scores.index(min(scores))
     if scores[-1] <= scores[winner] * _NOISE:
         winner = len(best) - 1

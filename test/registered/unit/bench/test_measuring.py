@@ -294,7 +294,8 @@ def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypat
 
     def price(run):
         candidate = (run.__defaults__ or (None,))[-1]
-        return 1.005 if candidate == rule else 1.0
+        # The engine's kernel is no candidate, and slower than all of them.
+        return 2.0 if candidate is None else 1.005 if candidate == rule else 1.0
 
     Clock(monkeypatch, price)
     monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", dict.fromkeys((True, False), ((1, 2, 1), (2, 1, 1))))
@@ -302,6 +303,20 @@ def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypat
     monkeypatch.setattr(tune_streaming, "_rule", lambda *args: rule)
     winner, score = tune_streaming.tune_cell("requant", streaming.RequantBuffers(2, 40, 256), 2, 2, 1)
     assert winner == rule and math.isclose(score, 1.005)
+
+
+def test_no_routing_pays_for_another():
+    # The first is fastest twice and slow under skew, the second is near the best everywhere.
+    first, second = tune_streaming._scores([(1.0, 1.0, 1.5), (1.05, 1.05, 1.0)])
+    assert second < first
+
+
+def test_a_launch_that_loses_to_the_engine_is_ranked_behind_one_that_does_not():
+    times = [(1.0, 1.0, 1.2), (1.2, 1.2, 1.05)]
+    first, second = tune_streaming._scores(times)
+    assert first < second
+    first, second = tune_streaming._scores(times, engine=(2.0, 2.0, 1.1))
+    assert second < first
 
 
 def test_gemm_tuning_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -61,10 +61,13 @@ _REQUANT_TARGET_PROGRAMS = 1024
 # Twice the expected rows stay with their own expert: ordinary variation is then no overflow.
 _REQUANT_ROW_CAP_SLACK = 2
 
-# Phase 2 shares its rows among one extra slice of the grid for every 8 experts: under a hot expert with 16 times the mean
-# load a quarter of the rows at 64 experts are above the cap.
+# Phase 2 shares its rows among one extra slice of the grid for every 8 experts, and among enough of them that a hot expert
+# with 16 times the mean load (14 times above its cap) leaves each program two rows.
 _EXPERTS_PER_OVERFLOW_SLICE = 8
+_HOT_ROWS_SHARED = 14 // 2
 _OVERFLOW_SLICES_MAX = 16
+# Up to this estimate a launch is a chain of latencies, and the rows of the mean are loaded before their count is known.
+_SPECULATIVE_ROWS_MAX = 9
 
 # SiLU tile: two bf16 loads of 16 bytes a lane and 8 bytes stored, over 4 warps.
 _SILU_BLOCK = 1024
@@ -166,9 +169,19 @@ def requant_launch_geometry(
     return g_block, m_grid, min(max_rows, _REQUANT_ROW_CAP_SLACK * max(1, expected_rows))
 
 
-def _overflow_experts(num_experts: int) -> int:
-    """Extra expert slices of the grid that share phase 2, by rule."""
-    return max(1, min(_OVERFLOW_SLICES_MAX, num_experts // _EXPERTS_PER_OVERFLOW_SLICE))
+def _overflow_experts(num_experts: int, expected_rows: int | None, m_grid: int) -> int:
+    """Extra expert slices of the grid that share phase 2, by rule. Without an estimate phase 2 is empty."""
+    if expected_rows is None:
+        return 1
+    for_hot_rows = -(-_HOT_ROWS_SHARED * expected_rows // m_grid)
+    return max(1, min(_OVERFLOW_SLICES_MAX, max(num_experts // _EXPERTS_PER_OVERFLOW_SLICE, for_hot_rows)))
+
+
+def _speculative_rows(expected_rows: int | None) -> int:
+    """Rows loaded unseen, by rule: the mean behind the dispatcher's estimate, which is one above it."""
+    if expected_rows is None or expected_rows > _SPECULATIVE_ROWS_MAX:
+        return 0
+    return max(1, expected_rows - 1)
 
 
 # A measured table may answer before the rules do: (kernel, num_experts, columns, expected_rows, device) -> launch or None.
@@ -221,7 +234,12 @@ def _requant_launch(
         payload_bytes=payload_bytes,
     )
     return MaskedRowsLaunch(
-        g_block, m_grid, row_cap, num_warps=_REQUANT_NUM_WARPS, overflow_experts=_overflow_experts(num_experts)
+        g_block,
+        m_grid,
+        row_cap,
+        num_warps=_REQUANT_NUM_WARPS,
+        overflow_experts=_overflow_experts(num_experts, expected_rows, m_grid),
+        speculative_rows=_speculative_rows(expected_rows),
     )
 
 
@@ -245,7 +263,8 @@ def _silu_launch(
         m_grid,
         row_cap,
         num_warps=_SILU_NUM_WARPS,
-        overflow_experts=_overflow_experts(num_experts),
+        overflow_experts=_overflow_experts(num_experts, expected_rows, m_grid),
+        speculative_rows=_speculative_rows(expected_rows),
     )
 
 

@@ -122,9 +122,24 @@ def test_warp_size_is_read_from_the_device_once(monkeypatch, warp_size):
     kernels.requant_warp_size.cache_clear()
 
 
-@pytest.mark.parametrize("num_experts, slices", [(1, 1), (8, 1), (16, 2), (64, 8), (128, 16), (512, 16)])
+@pytest.mark.parametrize("num_experts, slices", [(1, 2), (8, 2), (16, 2), (64, 8), (128, 16), (512, 16)])
 def test_overflow_slices_follow_the_experts(num_experts, slices):
-    assert kernels._overflow_experts(num_experts) == slices
+    assert kernels._overflow_experts(num_experts, 1, 4) == slices
+
+
+def test_overflow_slices_suffice_for_a_hot_expert():
+    # 16 times the mean, 2 of them below the cap: no program of phase 2 has more than about two rows.
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        _, m_grid, row_cap = kernels.requant_launch_geometry(56, 8, expected_rows=rows)
+        programs = kernels._overflow_experts(8, rows, m_grid) * m_grid
+        assert (16 * rows - row_cap) / programs <= 2
+    # Without an estimate there is no cap, and nothing to share.
+    assert kernels._overflow_experts(64, None, 32) == 1
+
+
+@pytest.mark.parametrize("expected, rows", [(None, 0), (0, 1), (1, 1), (2, 1), (5, 4), (9, 8), (10, 0), (129, 0)])
+def test_few_rows_are_loaded_before_they_are_known(expected, rows):
+    assert kernels._speculative_rows(expected) == rows
 
 
 @pytest.fixture
@@ -150,14 +165,15 @@ def test_a_measured_launch_is_used_and_its_cap_stays_inside_the_payload(lookup):
     assert asked == [("requant", 64, 56, 9), ("silu", 64, 2048, 9)]
 
 
-@pytest.mark.parametrize("expected_rows", [None, 9])
-def test_the_rules_apply_where_no_measurement_does(lookup, expected_rows):
+@pytest.mark.parametrize("expected_rows, slices, speculative", [(None, 1, 0), (9, 8, 8), (33, 15, 0)])
+def test_the_rules_apply_where_no_measurement_does(lookup, expected_rows, slices, speculative):
     lookup(lambda *shape: None)
     launch = kernels._requant_launch(56, 64, expected_rows, 512, torch.device("cpu"))
     assert (launch.col_block, launch.m_grid, launch.row_cap) == requant_launch_geometry(
         56, 64, expected_rows=expected_rows, max_rows=512
     )
-    assert (launch.row_block, launch.num_warps, launch.overflow_experts, launch.speculative_rows) == (1, 4, 8, 0)
+    rest = launch.row_block, launch.num_warps, launch.overflow_experts, launch.speculative_rows, launch.overflow_first
+    assert rest == (1, 4, slices, speculative, False)
 
 
 def test_removing_the_lookup_forgets_its_choices(lookup):
