@@ -3,7 +3,8 @@
 # stopped. Results land in the folder given; copy them to benchmark/results/<gpu>/ (tuned files to python/sglang_w4afp8/configs).
 #   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer two sanitize fuzz demo
 # Environment: KERNEL_LIBRARY and KERNEL_VERSION, where sgl_kernel is not installed (its common_ops library and version);
-#              TAG, appended to the names of the results (a second toolchain, say).
+#              TAG, appended to the names of the results (a second toolchain, say);
+#              TUNE_SECONDS, after which tuning stops with what it has.
 # The engine's kernels must be importable (see scripts/pack_engine_kernels.sh); absent, its columns stay empty.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -27,7 +28,11 @@ stage_unit() {
   python3 scripts/device_summary.py "$out/unit$tag.xml" --out "$out/kernel_unit$tag.json"
 }
 stage_tune() {
-  command_line tune streaming --out "$out" && cp "$out"/streaming_*.json python/sglang_w4afp8/configs/
+  local code=0
+  # What was measured before the time ran out is a table too, and the next run goes on with it.
+  timeout "${TUNE_SECONDS:-1h}" python3 -m sglang_w4afp8.cli tune streaming --out "$out" || code=$?
+  cp "$out"/streaming_*.json python/sglang_w4afp8/configs/ || code=1
+  return $code
 }
 stage_bench() {
   command_line bench requant --out "$out/requant$tag.json" &&
