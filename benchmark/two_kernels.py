@@ -76,7 +76,9 @@ def candidates(rows: int, gate_up: bool) -> list[GroupedGemmLaunch]:
         # A warp group works on 64 rows of the weights; more accumulators than this a thread spill.
         if block_n < 16 * warps or accumulators > 128 or (groups == 2 and stages > 3):
             continue
-        found.append(GroupedGemmLaunch(block_n, block_m, groups, warps, stages))
+        # With few rows a look-up only costs; with many it saves matrix products.
+        for look_up in (False, True) if block_m >= 64 else (False,):
+            found.append(GroupedGemmLaunch(block_n, block_m, groups, warps, stages, look_up))
     return found
 
 
@@ -175,7 +177,8 @@ def launch_name(launch: GroupedGemmLaunch) -> str:
 
 
 def launch_of(name: str) -> GroupedGemmLaunch:
-    return GroupedGemmLaunch(*(int(value) for value in name.split(",")))
+    *numbers, look_up = name.split(",")
+    return GroupedGemmLaunch(*map(int, numbers), look_up=look_up == "True")
 
 
 def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> Result:

@@ -209,14 +209,14 @@ def _launch_arguments(
     name = KERNELS[geometry.kernel]
     kernel, recorder = getattr(module, name), _Recorder()
     # Meta tensors belong to no backend: the target says what the device would have.
-    has_ptx = module._has_ptx
+    has_ptx = module.has_ptx
     setattr(module, name, recorder)
-    module._has_ptx = lambda device: target.backend == "cuda"
+    module.has_ptx = lambda device: target.backend == "cuda"
     try:
         _call(module, geometry)
     finally:
         setattr(module, name, kernel)
-        module._has_ptx = has_ptx
+        module.has_ptx = has_ptx
     arguments = dict(zip(kernel.arg_names, recorder.arguments, strict=False))
     options = {key: value for key, value in recorder.named.items() if key not in kernel.arg_names}
     arguments |= {key: value for key, value in recorder.named.items() if key in kernel.arg_names}

@@ -112,7 +112,7 @@ class MaskedRowsLaunch:
 _NVIDIA = torch.version.hip is None and not triton.knobs.runtime.interpret
 
 
-def _has_ptx(device: torch.device) -> bool:
+def has_ptx(device: torch.device) -> bool:
     """Whether kernels on ``device`` are compiled to PTX: an NVIDIA GPU, and not Triton's interpreter."""
     return _NVIDIA and device.type == "cuda"
 
@@ -1052,7 +1052,7 @@ def silu_and_mul_masked_post_per_tensor_quant_fwd(
         SPECULATIVE=launch.speculative_rows > 0,
         OVERFLOW_FIRST=launch.overflow_first,
         # Works on pairs of columns; a tile is a power of two, so only that of one column and one row has none.
-        PTX_MATH=_has_ptx(input.device) and input.dtype == torch.bfloat16 and launch.col_block * launch.row_block > 1,
+        PTX_MATH=has_ptx(input.device) and input.dtype == torch.bfloat16 and launch.col_block * launch.row_block > 1,
         num_warps=launch.num_warps,
     )
     return output

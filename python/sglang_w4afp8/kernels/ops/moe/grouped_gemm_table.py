@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_w4afp8 import tuned_config
-from sglang_w4afp8.kernels.ops.moe.launch_table import integer_field
+from sglang_w4afp8.kernels.ops.moe.launch_table import flag_field, integer_field
 from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GROUP_SIZE, GroupedGemmLaunch
 
 KIND = "two_kernels"
 # Raised whenever the kernels or the weights' layout change, so that what was tuned for another one is not used.
-SCHEDULE = "1"
+SCHEDULE = "2"
 # What `auto` may lose at any row count to win at the others: the limit that the backend is held to.
 LOSS = 1.02
 # The rows of a call without an estimate: from there on a larger tile costs less than a smaller one would.
@@ -98,6 +98,7 @@ def _parse_launch(entry: Mapping[str, Any], block_n: int, columns: int, width: i
         groups_per_step=integer_field(entry, "groups_per_step", most=8, power_of_two=True),
         num_warps=integer_field(entry, "num_warps", most=16, power_of_two=True),
         num_stages=integer_field(entry, "num_stages", most=8),
+        look_up=flag_field(entry, "look_up"),
     )
     if columns % block_n:
         raise ValueError(f"block_n: is {block_n}, must divide {columns}")
@@ -154,7 +155,7 @@ def parse(data: Mapping[str, Any]) -> Table:
     return table
 
 
-def _hints(launch: GroupedGemmLaunch) -> dict[str, int]:
+def _hints(launch: GroupedGemmLaunch) -> dict[str, int | bool]:
     return {name: value for name, value in launch.__dict__.items() if name != "block_n"}
 
 
@@ -179,10 +180,11 @@ def to_data(table: Table) -> dict[str, Any]:
 
 
 def rule(block_n: int, rows: int) -> GroupedGemmLaunch:
-    """Without a table: a step over the rows is one tile up to 64 rows, and deep enough a pipeline to cover memory's latency."""
+    """Without a table: a step over the rows is one tile up to 64 rows, a pipeline deep enough to cover memory's latency, and the
+    look-up where matrix products count more than instructions."""
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     # What fits beside two blocks of the same kernel on one processor.
-    return GroupedGemmLaunch(block_n, block_m, 1, 4, 4 if block_m < 64 else 3)
+    return GroupedGemmLaunch(block_n, block_m, 1, 4, 4 if block_m < 64 else 3, look_up=block_m >= 64)
 
 
 # The layout without a table: the first GEMM's tile is then 64 gate rows and their 64 up rows, which any N that is supported

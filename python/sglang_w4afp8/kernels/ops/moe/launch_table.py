@@ -88,7 +88,7 @@ def _slack(entry: Mapping[str, Any], field: str) -> float:
     return value
 
 
-def _flag(entry: Mapping[str, Any], field: str) -> bool:
+def flag_field(entry: Mapping[str, Any], field: str) -> bool:
     value = entry[field]
     if not isinstance(value, bool):
         raise ValueError(f"{field}: is {value!r}, must be true or false")
@@ -105,7 +105,7 @@ def _parse_launch(entry: Mapping[str, Any], elements_of_column: int) -> Measured
         num_warps=integer_field(entry, "num_warps", most=_NUM_WARPS_MAX, power_of_two=True),
         overflow_experts=integer_field(entry, "overflow_experts", most=_PROGRAMS_MAX),
         speculative_slack=_slack(entry, "speculative_slack"),
-        overflow_first=_flag(entry, "overflow_first"),
+        overflow_first=flag_field(entry, "overflow_first"),
     )
     tile = launch.row_block * launch.col_block * elements_of_column
     if tile > _TILE_ELEMENTS_MAX:

@@ -9,9 +9,17 @@ Weights are regrouped in place when they have been loaded (:func:`regroup_weight
 
 * tiles ``[E, N / block_n, K / 128, block_n, 64]`` bytes, so that a tile is one contiguous piece of memory for the bulk copy
   engine; for the first GEMM a block of gate rows is followed by its up rows;
-* inside the 64 bytes of one row and group, nibbles are placed so that unpacking yields the first and the second 64 values
-  of the group, each in natural order: both halves then meet the activation as DeepEP wrote it. With ``words`` the four low
-  nibbles of a 32-bit word stand in its low half, which is what a byte look-up takes as its selector.
+* inside the 64 bytes of one row and group, low nibbles are the first and high nibbles the second 64 values of the group, each
+  in natural order: both halves then meet the activation as DeepEP wrote it;
+* a nibble holds its value plus 8.
+
+A nibble alone in a byte is an e4m3 subnormal, ``(value + 8) / 512``: unpacking is a mask and a shift, and what the offset adds
+to a product is ``8 / 512`` times the sum of the activations, which the tensor cores compute with a constant tile. That takes a
+third of the instructions of a look-up and one matrix product more, so it is for few rows, where instructions are what limits
+the kernel (see ``look_up`` below).
+
+Instructions a warp issues for 8 KiB of weights (main loop, 16 rows and 64 columns a tile, four warps, sm_90, Triton 3.8),
+look-up -> offset: first GEMM 485 -> 292, second 528 -> 310. At 3.5 TB/s an H200 has time for about 540.
 
 A third kernel computes plain products from the same weights over rows that stand one expert after another: what the engine's
 prefill calls for. It needs no second copy of the weights and no scratch, and its speed is that of its tiles, not CUTLASS's.
@@ -26,26 +34,44 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import has_ptx
+
 GROUP_SIZE = 128
 _HALF = GROUP_SIZE // 2
 
-# Eight nibbles of a word to two words of four e4m3 codes each. `prmt` picks bytes by nibbles: three bits of a value choose
-# among eight magnitudes, once for values 0..7 and once for -8..-1, and its sign bit then chooses between the two.
-_UNPACK_WORD = tl.constexpr("""
+# What a code of the offset form counts for: an e4m3 subnormal is a multiple of 2^-9.
+_OFFSET_STEP = tl.constexpr(512.0)
+_OFFSET = 8
+
+# Four bytes of two nibbles to two words of four e4m3 codes each, low nibbles first.
+_SPLIT_WORD = tl.constexpr("""
 {
-    .reg .b32 index, sign, index_high, sign_high, positive, negative;
+    .reg .b32 shifted;
+    and.b32 $0, $2, 0x0F0F0F0F;
+    shr.u32 shifted, $2, 4;
+    and.b32 $1, shifted, 0x0F0F0F0F;
+}
+""")
+
+# The same with the values themselves. `prmt` picks bytes by nibbles: three bits of a code choose among eight magnitudes, once
+# for values -8..-1 and once for 0..7, and its top bit then chooses between the two; two more bring the low nibbles together.
+_LOOK_UP_WORD = tl.constexpr("""
+{
+    .reg .b32 index, top, index_high, top_high, positive, negative, first, second;
     and.b32 index, $2, 0x77777777;
-    shr.u32 sign, $2, 1;
-    and.b32 sign, sign, 0x44444444;
-    or.b32 sign, sign, 0x32103210;
+    shr.u32 top, $2, 1;
+    and.b32 top, top, 0x44444444;
+    or.b32 top, top, 0x32103210;
     shr.u32 index_high, index, 16;
-    shr.u32 sign_high, sign, 16;
+    shr.u32 top_high, top, 16;
     prmt.b32 positive, 0x44403800, 0x4E4C4A48, index;
     prmt.b32 negative, 0xCACCCED0, 0xB8C0C4C8, index;
-    prmt.b32 $0, positive, negative, sign;
+    prmt.b32 first, negative, positive, top;
     prmt.b32 positive, 0x44403800, 0x4E4C4A48, index_high;
     prmt.b32 negative, 0xCACCCED0, 0xB8C0C4C8, index_high;
-    prmt.b32 $1, positive, negative, sign_high;
+    prmt.b32 second, negative, positive, top_high;
+    prmt.b32 $0, first, second, 0x6420;
+    prmt.b32 $1, first, second, 0x7531;
 }
 """)
 
@@ -60,6 +86,8 @@ class GroupedGemmLaunch:
         groups_per_step: scale groups of one iteration of the main loop; divides K / 128.
         num_warps: warps of one program.
         num_stages: iterations whose loads are in flight.
+        look_up: weights are unpacked by a look-up and not as offsets: more instructions, and a third to a half fewer matrix
+            products, which is what counts with many rows.
     """
 
     block_n: int = 64
@@ -67,6 +95,7 @@ class GroupedGemmLaunch:
     groups_per_step: int = 1
     num_warps: int = 4
     num_stages: int = 4
+    look_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,22 +104,20 @@ class TileLayout:
 
     block_n: int
     gate_up: bool
-    words: bool
 
 
-def _nibble_order(words: bool) -> torch.Tensor:
+def _nibble_order() -> torch.Tensor:
     """Int64 ``[128]``: which of a group's values stands in each nibble, low nibble of the first byte first."""
     values = torch.arange(GROUP_SIZE)
-    if not words:
-        return torch.stack((values[:_HALF], values[_HALF:]), dim=1).flatten()
-    # A word holds values 4w..4w+3 in its low half and 64+4w..64+4w+3 in its high half.
-    quads = values.view(2, _HALF // 4, 4)
-    return torch.stack((quads[0], quads[1]), dim=1).flatten()
+    return torch.stack((values[:_HALF], values[_HALF:]), dim=1).flatten()
 
 
-def _permute_nibbles(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Bytes ``[..., 64]`` with their nibbles (low first) taken in ``order``."""
-    codes = packed.view(torch.uint8)
+def _recode_nibbles(packed: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Bytes ``[..., 64]`` with their nibbles (low first) taken in ``order``, and between two's complement and offset form.
+
+    The two forms differ in the top bit, so one function goes either way.
+    """
+    codes = packed.view(torch.uint8) ^ (_OFFSET * 0x11)
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[..., order.to(packed.device)]
     return (nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)).view(torch.int8)
 
@@ -119,9 +146,7 @@ def _interleave(groups: int) -> int:
     return 4 if groups % 4 == 0 else 1
 
 
-def regroup_weights(
-    w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool, words: bool = True
-) -> None:
+def regroup_weights(w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool) -> None:
     """Bring loaded weights and scales into this file's layouts, in place, one expert's copy at a time.
 
     Args:
@@ -129,48 +154,70 @@ def regroup_weights(
         w_scale: the engine's scales ``[E, K / 512, N * 4]`` (or ``[E, K / 128, N]``); becomes ``[E, K / 128, N]`` in memory.
         block_n: rows of a tile.
         gate_up: whether the rows are gate and up rows of the first GEMM.
-        words: nibbles for the word look-up (NVIDIA); otherwise for shifts.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name; nothing has been changed then.
     """
     num_experts, n, groups = _check_weights(w_q, w_scale, block_n, gate_up)
     parts = 2 if gate_up else 1
-    order = _nibble_order(words)
+    order = _nibble_order()
     width = _interleave(groups)
     for expert in range(num_experts):
         tiles = w_q[expert].view(parts, n // parts // block_n, block_n, groups, _HALF).permute(1, 3, 0, 2, 4)
-        w_q[expert].copy_(_permute_nibbles(tiles, order).reshape(n, -1))
+        w_q[expert].copy_(_recode_nibbles(tiles, order).reshape(n, -1))
         scales = w_scale[expert].reshape(groups // width, n, width).transpose(1, 2)
         w_scale[expert].copy_(scales.reshape(w_scale[expert].shape))
 
 
-def restore_weights(
-    w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool, words: bool = True
-) -> None:
+def restore_weights(w_q: torch.Tensor, w_scale: torch.Tensor, block_n: int, *, gate_up: bool) -> None:
     """Undo :func:`regroup_weights`, byte for byte; arguments as there."""
     num_experts, n, groups = _check_weights(w_q, w_scale, block_n, gate_up)
     parts = 2 if gate_up else 1
-    order = _nibble_order(words).argsort()
+    order = _nibble_order().argsort()
     width = _interleave(groups)
     for expert in range(num_experts):
         tiles = w_q[expert].view(n // parts // block_n, groups, parts, block_n, _HALF)
-        w_q[expert].copy_(_permute_nibbles(tiles, order).permute(2, 0, 3, 1, 4).reshape(n, -1))
+        w_q[expert].copy_(_recode_nibbles(tiles, order).permute(2, 0, 3, 1, 4).reshape(n, -1))
         scales = w_scale[expert].reshape(groups // width, width, n).transpose(1, 2)
         w_scale[expert].copy_(scales.reshape(w_scale[expert].shape))
 
 
 @triton.jit
-def _unpack(packed, WORDS: tl.constexpr):
-    """Packed bytes [N, 64] of one group as two e4m3 tiles [N, 64]: its first and its second 64 values."""
-    if WORDS:
+def _unpack(packed, LOOK_UP: tl.constexpr, PTX: tl.constexpr):
+    """Packed bytes [N, 64] of one group as two e4m3 tiles [N, 64], its first and its second 64 values: with LOOK_UP the values,
+    otherwise (value + 8) / 512."""
+    if PTX:
         low, high = tl.inline_asm_elementwise(
-            _UNPACK_WORD, "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4
+            _LOOK_UP_WORD if LOOK_UP else _SPLIT_WORD,
+            "=r,=r,r",
+            [packed],
+            dtype=(tl.int8, tl.int8),
+            is_pure=True,
+            pack=4,
         )
-        return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
-    low = ((packed & 0xF) ^ 8) - 8
-    high = (((packed >> 4) & 0xF) ^ 8) - 8
-    return low.to(tl.float32).to(tl.float8e4nv), high.to(tl.float32).to(tl.float8e4nv)
+    else:
+        low, high = packed & 0xF, (packed >> 4) & 0xF
+        if LOOK_UP:
+            return (low - 8).to(tl.float32).to(tl.float8e4nv), (high - 8).to(tl.float32).to(tl.float8e4nv)
+    return low.to(tl.float8e4nv, bitcast=True), high.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _offset_products(x_low, x_high, BLOCK_N: tl.constexpr, LOOK_UP: tl.constexpr):
+    """What the offset adds to every column's products with one group of the rows: the same in all BLOCK_N columns."""
+    if LOOK_UP:
+        return 0.0
+    else:
+        # The code of the offset itself, 8 / 512, everywhere.
+        offset = tl.full((BLOCK_N, 64), 8, tl.int8).to(tl.float8e4nv, bitcast=True)
+        return tl.dot(offset, x_high, tl.dot(offset, x_low))
+
+
+@triton.jit
+def _products(packed, x_low, x_high, offset_products, LOOK_UP: tl.constexpr, PTX: tl.constexpr):
+    """Products of one group, [N, rows] float32; without LOOK_UP in units of 1 / 512."""
+    low, high = _unpack(packed, LOOK_UP, PTX)
+    return tl.dot(high, x_high, tl.dot(low, x_low)) - offset_products
 
 
 @triton.jit
@@ -193,7 +240,8 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     GROUPS_PER_STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Grid (N / BLOCK_N, experts): fp8(silu(gate) * up / output_scale) of an expert's live rows.
 
@@ -231,14 +279,18 @@ def _gate_up_kernel(
                 following = tl.minimum(group + 1, GROUPS - 1) * (2 * N)
                 next_gate_scale = tl.load(gate_scales + following)
                 next_up_scale = tl.load(gate_scales + (following + N))
-                low, high = _unpack(weights.load([first_tile + group * (2 * BLOCK_N), 0]), WORDS)
-                products = tl.dot(high, x_high, tl.dot(low, x_low))
+                offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
+                packed = weights.load([first_tile + group * (2 * BLOCK_N), 0])
+                products = _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX)
                 gate += products * (gate_scale.to(tl.float32)[:, None] * x_scale[None, :])
-                low, high = _unpack(weights.load([first_tile + (group * (2 * BLOCK_N) + BLOCK_N), 0]), WORDS)
-                products = tl.dot(high, x_high, tl.dot(low, x_low))
+                packed = weights.load([first_tile + (group * (2 * BLOCK_N) + BLOCK_N), 0])
+                products = _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX)
                 up += products * (up_scale.to(tl.float32)[:, None] * x_scale[None, :])
                 gate_scale = next_gate_scale
                 up_scale = next_up_scale
+        if not LOOK_UP:
+            gate *= _OFFSET_STEP
+            up *= _OFFSET_STEP
         scaled = (gate / (1 + tl.exp(-gate))) * up * (1.0 / tl.load(output_scale_ptr))
         quantized = tl.clamp(scaled, -FP8_MAX, FP8_MAX).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], quantized, mask=live[None, :])
@@ -259,7 +311,8 @@ def _down_kernel(
     BLOCK_M: tl.constexpr,
     GROUPS_PER_STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Grid (N / BLOCK_N, experts): bf16 products of an expert's live rows with one activation scale for all.
 
@@ -289,10 +342,14 @@ def _down_kernel(
                 x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
                 x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
                 next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
-                low, high = _unpack(weights.load([first_tile + group * BLOCK_N, 0]), WORDS)
-                total += tl.dot(high, x_high, tl.dot(low, x_low)) * scale.to(tl.float32)[:, None]
+                offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
+                packed = weights.load([first_tile + group * BLOCK_N, 0])
+                total += _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX) * scale.to(tl.float32)[:, None]
                 scale = next_scale
-        result = (total * tl.load(x_scale_ptr)).to(output_ptr.dtype.element_ty)
+        unit = tl.load(x_scale_ptr)
+        if not LOOK_UP:
+            unit *= _OFFSET_STEP
+        result = (total * unit).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], result, mask=live[None, :])
 
 
@@ -314,7 +371,8 @@ def _rows_kernel(
     BLOCK_M: tl.constexpr,
     GROUPS_PER_STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    WORDS: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    PTX: tl.constexpr,
 ):
     """Grid (N / BLOCK_N, experts): products of an expert's rows, which begin at its first row, with one activation scale.
 
@@ -349,10 +407,14 @@ def _rows_kernel(
                 x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
                 x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
                 next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
-                low, high = _unpack(weights.load([first_tile + group * (PARTS * BLOCK_N), 0]), WORDS)
-                total += tl.dot(high, x_high, tl.dot(low, x_low)) * scale.to(tl.float32)[:, None]
+                offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
+                packed = weights.load([first_tile + group * (PARTS * BLOCK_N), 0])
+                total += _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX) * scale.to(tl.float32)[:, None]
                 scale = next_scale
-        result = (total * tl.load(x_scale_ptr)).to(output_ptr.dtype.element_ty)
+        unit = tl.load(x_scale_ptr)
+        if not LOOK_UP:
+            unit *= _OFFSET_STEP
+        result = (total * unit).to(output_ptr.dtype.element_ty)
         tl.store(output_ptr + rows[None, :] * N + columns[:, None], result, mask=live[None, :])
 
 
@@ -383,8 +445,6 @@ def w4a8_gate_up(
     output_scale: torch.Tensor,
     output: torch.Tensor,
     launch: GroupedGemmLaunch,
-    *,
-    words: bool = True,
 ) -> None:
     """``output = fp8(silu(x @ gate) * (x @ up) / output_scale)`` over live rows, from regrouped weights.
 
@@ -395,7 +455,6 @@ def w4a8_gate_up(
         output_scale: float32, one element: the static scale of the second GEMM's input.
         output: fp8 e4m3 ``[E, M, N]``, written in place.
         launch: tile and pipeline; only ``block_n`` must be that of the weights.
-        words: how the weights were regrouped.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name.
@@ -426,7 +485,8 @@ def w4a8_gate_up(
         BLOCK_M=launch.block_m,
         GROUPS_PER_STEP=launch.groups_per_step,
         STAGES=launch.num_stages,
-        WORDS=words,
+        LOOK_UP=launch.look_up,
+        PTX=has_ptx(x.device),
         num_warps=launch.num_warps,
     )
 
@@ -439,8 +499,6 @@ def w4a8_down(
     masked_m: torch.Tensor,
     output: torch.Tensor,
     launch: GroupedGemmLaunch,
-    *,
-    words: bool = True,
 ) -> None:
     """``output = x_scale * (x @ w)`` over live rows, bf16, from regrouped weights.
 
@@ -449,7 +507,7 @@ def w4a8_down(
         w_q, w_scale: regrouped with ``gate_up=False`` and this launch's ``block_n``; shapes as they were, ``[E, N, K / 2]``.
         masked_m: int32 ``[E]``, live rows per expert.
         output: bfloat16 (or float32) ``[E, M, N]``, written in place.
-        launch, words: as in :func:`w4a8_gate_up`.
+        launch: as in :func:`w4a8_gate_up`.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name.
@@ -470,7 +528,8 @@ def w4a8_down(
         BLOCK_M=launch.block_m,
         GROUPS_PER_STEP=launch.groups_per_step,
         STAGES=launch.num_stages,
-        WORDS=words,
+        LOOK_UP=launch.look_up,
+        PTX=has_ptx(x.device),
         num_warps=launch.num_warps,
     )
 
@@ -533,6 +592,7 @@ def w4a8_rows(
         BLOCK_M=launch.block_m,
         GROUPS_PER_STEP=launch.groups_per_step,
         STAGES=launch.num_stages,
-        WORDS=layout.words,
+        LOOK_UP=launch.look_up,
+        PTX=has_ptx(x.device),
         num_warps=launch.num_warps,
     )

@@ -235,11 +235,10 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
         _say_once(logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}")
         return False
     route_engine_gemm(_engine())
-    words = layer.w2_weight.device.type == "cuda"
     for (weight_name, scale_name, gate_up), block_n in zip(_WEIGHTS, chosen, strict=True):
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
-        two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up, words=words)
-        setattr(weight, _LAYOUT, TileLayout(block_n, gate_up, words))
+        two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up)
+        setattr(weight, _LAYOUT, TileLayout(block_n, gate_up))
         setattr(scale, _PROCESSED, True)
         loader = getattr(weight, "weight_loader", None)
         if loader is not None:
@@ -259,7 +258,7 @@ def restore_layer(layer: Any) -> None:
         layout = layout_of(weight)
         if layout is None:
             continue
-        two.restore_weights(weight.data, scale.data, layout.block_n, gate_up=layout.gate_up, words=layout.words)
+        two.restore_weights(weight.data, scale.data, layout.block_n, gate_up=layout.gate_up)
         delattr(weight, _LAYOUT)
         if hasattr(weight, _LOADER):
             weight.weight_loader = getattr(weight, _LOADER)
@@ -318,9 +317,9 @@ def moe_deepep_ll(
     inner = torch.empty(
         (num_experts, padded_rows, intermediate_size), device=a_states.device, dtype=torch.float8_e4m3fn
     )
-    two.w4a8_gate_up(a_states, a_scales, w1_q, w1_scale, masked_m, a2_scale, inner, gate_up, words=first.words)
+    two.w4a8_gate_up(a_states, a_scales, w1_q, w1_scale, masked_m, a2_scale, inner, gate_up)
     output = torch.empty((num_experts, padded_rows, hidden), device=a_states.device, dtype=torch.bfloat16)
-    two.w4a8_down(inner, a2_scale, w2_q, w2_scale, masked_m, output, down, words=second.words)
+    two.w4a8_down(inner, a2_scale, w2_q, w2_scale, masked_m, output, down)
     return output
 
 

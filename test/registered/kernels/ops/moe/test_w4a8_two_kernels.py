@@ -1,7 +1,7 @@
 """The Triton W4A8 grouped GEMMs: layouts both ways, and results against a float64 reference.
 
-Without a GPU they run under Triton's interpreter with nibbles placed for shifts; the word look-up of the device is checked
-there by an emulation of its byte permutes, and on the device by the results.
+Without a GPU they run under Triton's interpreter, which knows no assembly: the device's unpacking is checked there by an
+emulation of its instructions, and on the device by the results.
 """
 
 import os
@@ -30,7 +30,6 @@ register_cuda_ci(est_time=120, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=40, suite="base-b-kernel-unit")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORDS = DEVICE == "cuda"
 SENTINEL = 0x5A
 
 
@@ -47,22 +46,22 @@ def dequantized(values, scales):
     return (values.double().unflatten(-1, (-1, 128)) * scales.double()[..., None]).flatten(-2)
 
 
-@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("gate_up", [False, True])
 @pytest.mark.parametrize("k", [384, 512])
-def test_regrouping_is_undone_byte_for_byte(words, gate_up, k):
+def test_regrouping_is_undone_byte_for_byte(gate_up, k):
     _, _, packed, scales = weights(2, 64, k)
     before = packed.clone(), scales.clone()
-    two.regroup_weights(packed, scales, 16, gate_up=gate_up, words=words)
+    two.regroup_weights(packed, scales, 16, gate_up=gate_up)
     assert not torch.equal(packed, before[0])
-    two.restore_weights(packed, scales, 16, gate_up=gate_up, words=words)
+    two.restore_weights(packed, scales, 16, gate_up=gate_up)
     assert torch.equal(packed, before[0]) and torch.equal(scales, before[1])
 
 
 def test_a_tile_holds_gate_rows_then_their_up_rows():
     values, scales, packed, interleaved = weights(2, 64, 256)
-    two.regroup_weights(packed, interleaved, 16, gate_up=True, words=False)
-    tiles = unpack_int4(packed.cpu()).view(2, 2, 2, 2, 16, 128)  # expert, tile, group, gate or up, row, nibble
+    two.regroup_weights(packed, interleaved, 16, gate_up=True)
+    # Expert, tile, group, gate or up, row, nibble; a nibble is its value plus 8.
+    tiles = unpack_int4(packed.cpu() ^ -0x78).view(2, 2, 2, 2, 16, 128)
     low, high = tiles[..., 0::2], tiles[..., 1::2]
     for expert, tile, group, part, row in [(0, 0, 0, 0, 0), (1, 1, 1, 1, 15), (1, 0, 1, 0, 7), (0, 1, 0, 1, 3)]:
         expected = values[expert, part * 32 + tile * 16 + row, group * 128 : (group + 1) * 128]
@@ -76,27 +75,36 @@ def prmt(a, b, selector):
     return int.from_bytes(bytes(source[(selector >> (4 * i)) & 7] for i in range(4)), "little")
 
 
-def test_the_word_look_up_yields_every_value_in_its_place():
-    # As in the assembly: magnitudes by three bits, then one of two tables by the sign.
-    for nibbles in [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11, 12, 13, 14, 15), (15, 0, 8, 7, 3, 12, 1, 9)]:
-        word = sum(nibble << (4 * i) for i, nibble in enumerate(nibbles))
-        index, sign = word & 0x77777777, ((word >> 1) & 0x44444444) | 0x32103210
-        halves = []
-        for shift in (0, 16):
-            positive = prmt(0x44403800, 0x4E4C4A48, (index >> shift) & 0xFFFF)
-            negative = prmt(0xCACCCED0, 0xB8C0C4C8, (index >> shift) & 0xFFFF)
-            halves.append(prmt(positive, negative, (sign >> shift) & 0xFFFF))
-        codes = b"".join(half.to_bytes(4, "little") for half in halves)
-        values = torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        assert values.tolist() == [nibble - 16 if nibble > 7 else nibble for nibble in nibbles]
+# Codes 0..15 of the values -8..7, in every place of a word.
+WORDS = [(0, 1, 2, 3, 4, 5, 6, 7), (8, 9, 10, 11, 12, 13, 14, 15), (15, 0, 8, 7, 3, 12, 1, 9)]
 
 
-def test_words_hold_both_halves_of_a_group_in_natural_order():
-    values, _, packed, interleaved = weights(1, 16, 128)
-    two.regroup_weights(packed, interleaved, 16, gate_up=False, words=True)
-    nibbles = unpack_int4(packed.cpu()).view(16, 16, 2, 4)  # row, word, half, nibble
-    assert torch.equal(nibbles[:, :, 0].flatten(1), values[0, :, :64])
-    assert torch.equal(nibbles[:, :, 1].flatten(1), values[0, :, 64:])
+def e4m3(*words):
+    codes = b"".join(word.to_bytes(4, "little") for word in words)
+    return torch.frombuffer(bytearray(codes), dtype=torch.uint8).view(torch.float8_e4m3fn).float().tolist()
+
+
+@pytest.mark.parametrize("nibbles", WORDS)
+def test_the_split_yields_every_offset_code_in_its_place(nibbles):
+    word = sum(nibble << (4 * i) for i, nibble in enumerate(nibbles))
+    values = e4m3(word & 0x0F0F0F0F, (word >> 4) & 0x0F0F0F0F)
+    assert [512 * value for value in values] == [*nibbles[0::2], *nibbles[1::2]]
+    # The tile of the offset itself.
+    assert e4m3(0x08080808) == [8 / 512] * 4
+
+
+@pytest.mark.parametrize("nibbles", WORDS)
+def test_the_look_up_yields_every_value_in_its_place(nibbles):
+    # As in the assembly: magnitudes by three bits, one of two tables by the top bit, then the low nibbles together.
+    word = sum(nibble << (4 * i) for i, nibble in enumerate(nibbles))
+    index, top = word & 0x77777777, ((word >> 1) & 0x44444444) | 0x32103210
+    halves = []
+    for shift in (0, 16):
+        positive = prmt(0x44403800, 0x4E4C4A48, (index >> shift) & 0xFFFF)
+        negative = prmt(0xCACCCED0, 0xB8C0C4C8, (index >> shift) & 0xFFFF)
+        halves.append(prmt(negative, positive, (top >> shift) & 0xFFFF))
+    values = e4m3(prmt(*halves, 0x6420), prmt(*halves, 0x7531))
+    assert values == [nibble - 8 for nibble in [*nibbles[0::2], *nibbles[1::2]]]
 
 
 def payload(experts, padded, k, rows, seed=1):
@@ -114,7 +122,11 @@ def payload(experts, padded, k, rows, seed=1):
 
 
 ROWS = [[5, 0, 18], [0, 0, 0], [1, 1, 1], [20, 3, 0]]
-LAUNCHES = [GroupedGemmLaunch(32, 16, 1, 4, 3), GroupedGemmLaunch(64, 16, 2, 4, 2), GroupedGemmLaunch(32, 32, 2, 4, 3)]
+LAUNCHES = [
+    GroupedGemmLaunch(block_n, *rest, look_up=look_up)
+    for block_n, *rest in ((32, 16, 1, 4, 3), (64, 16, 2, 4, 2), (32, 32, 2, 4, 3))
+    for look_up in (False, True)
+]
 
 
 def run_gate_up(values, scales, packed, interleaved, rows, launch, output_scale, n):
@@ -129,8 +141,8 @@ def run_gate_up(values, scales, packed, interleaved, rows, launch, output_scale,
     arguments = [
         t.to(DEVICE) for t in (x, x_scale, packed, interleaved, masked_m, torch.tensor([output_scale]), output)
     ]
-    two.regroup_weights(arguments[2], arguments[3], launch.block_n, gate_up=True, words=WORDS)
-    two.w4a8_gate_up(*arguments, launch, words=WORDS)
+    two.regroup_weights(arguments[2], arguments[3], launch.block_n, gate_up=True)
+    two.w4a8_gate_up(*arguments, launch)
     assert (arguments[-1].cpu().view(torch.uint8)[~live] == SENTINEL).all()
     return arguments[-1].cpu()
 
@@ -186,13 +198,13 @@ def test_gate_up_against_float64(rows, launch):
 def test_down_is_exact_where_the_arithmetic_is(rows, launch):
     experts, padded, n, k = 3, 20, 64, 256
     weight_values, weight_scales, packed, interleaved = weights(experts, n, k)
-    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=False, words=WORDS)
+    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=False)
     values, _, x, _, masked_m = payload(experts, padded, k, rows)
     # The interpreter truncates where the hardware rounds to bf16; there the sums themselves are compared.
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     output = torch.full((experts, padded, n), -7.0, dtype=dtype, device=DEVICE)
     scale = torch.tensor([0.5], device=DEVICE)
-    two.w4a8_down(x, scale, packed, interleaved, masked_m, output, launch, words=WORDS)
+    two.w4a8_down(x, scale, packed, interleaved, masked_m, output, launch)
     dense = dequantized(weight_values, weight_scales)
     for expert, count in enumerate(rows):
         # Integers times powers of two: float32 sums are exact, so the output's dtype is the only rounding.
@@ -207,7 +219,7 @@ def test_down_is_exact_where_the_arithmetic_is(rows, launch):
 def test_rows_one_expert_after_another_are_exact(gate_up, counts, launch):
     experts, n, k, spare = 3, 128, 256, 3
     weight_values, weight_scales, packed, interleaved = weights(experts, n, k)
-    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=gate_up, words=WORDS)
+    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=gate_up)
     generator = torch.Generator().manual_seed(1)
     # Rows of no expert stand behind the last one's, as where the engine reserves for the most that may come.
     values = torch.randint(-8, 9, (sum(counts) + spare, k), generator=generator).float()
@@ -219,7 +231,7 @@ def test_rows_one_expert_after_another_are_exact(gate_up, counts, launch):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     output = torch.full((len(values), n), -7.0, dtype=dtype, device=DEVICE)
     scale = torch.tensor([0.5], device=DEVICE)
-    layout = two.TileLayout(launch.block_n, gate_up, WORDS)
+    layout = two.TileLayout(launch.block_n, gate_up)
     two.w4a8_rows(x.to(DEVICE), scale, packed, interleaved, first_rows, sizes[:, 1], output, launch, layout)
     dense = dequantized(weight_values, weight_scales)
     owners = torch.arange(experts).repeat_interleave(torch.tensor(counts))
@@ -253,7 +265,7 @@ def test_bad_rows_are_refused_by_name(case):
         "row_counts": numbers,
         "output": torch.zeros((4, 64), dtype=torch.bfloat16, device=DEVICE),
         "launch": GroupedGemmLaunch(64),
-        "layout": two.TileLayout(64, False, WORDS),
+        "layout": two.TileLayout(64, False),
     }
     spoil(arguments)
     with pytest.raises(error, match=rf"^{name}: "):
@@ -291,7 +303,7 @@ def test_bad_input_is_refused_by_name(case):
     }
     spoil(arguments)
     with pytest.raises(error, match=rf"^{name}: "):
-        two.w4a8_gate_up(**arguments, words=WORDS)
+        two.w4a8_gate_up(**arguments)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are the device's")
@@ -303,7 +315,7 @@ def test_a_captured_layer_follows_the_rows_of_each_replay(bf16, expected_m):
     for gate_up, n, k in ((True, 2 * inner, hidden), (False, hidden, inner)):
         _, _, packed, scales = weights(experts, n, k)
         two.regroup_weights(packed, scales, 64, gate_up=gate_up)
-        setattr(packed, two_kernels._LAYOUT, two.TileLayout(64, gate_up, True))
+        setattr(packed, two_kernels._LAYOUT, two.TileLayout(64, gate_up))
         layer.append((packed, scales))
     (w1, s1), (w2, s2) = layer
     values, scales, x, x_scale, masked_m = payload(experts, padded, hidden, [padded] * experts)

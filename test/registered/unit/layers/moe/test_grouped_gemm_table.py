@@ -28,7 +28,7 @@ SHIPPED = sorted(tuned_config.SHIPPED_DIRECTORY.glob(f"{table.KIND}_*.json"))
 
 
 def hints(**changes):
-    return {"block_m": 16, "groups_per_step": 1, "num_warps": 4, "num_stages": 4, **changes}
+    return {"block_m": 16, "groups_per_step": 1, "num_warps": 4, "num_stages": 4, "look_up": False, **changes}
 
 
 def entry(expected_m=2, gate_up=None, down=None, **times):

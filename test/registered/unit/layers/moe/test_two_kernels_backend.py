@@ -254,7 +254,7 @@ two_kernels._gpu_name = lambda device: "NVIDIA H200"
 engine_state.dispatch_tokens_cap = lambda: 512
 
 def write_table(*times, block_n=64):
-    hints = {"block_m": 16, "groups_per_step": 1, "num_warps": 4, "num_stages": 3}
+    hints = {"block_m": 16, "groups_per_step": 1, "num_warps": 4, "num_stages": 3, "look_up": False}
     launches = [
         {"expected_m": m, "gate_up": hints, "down": hints, "triton_us": triton, "cutlass_us": cutlass}
         for m, triton, cutlass in times
