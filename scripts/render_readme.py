@@ -146,6 +146,13 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
+def _interval(cells: Sequence[Cell]) -> str:
+    """Gain of the one cell of a row, in percent with its interval."""
+    (cell,) = cells
+    low, high = cell["interval"]
+    return f"{cell['gain_pct']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
 def _bf16_per_byte(cells: Sequence[Cell]) -> str:
     """Bytes a second of the BF16 requant over those of the fp8 one; an element of it moves 3 bytes, one of fp8 2 and its
     share of a float32 scale for 128."""
@@ -284,6 +291,44 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         where={"engine_is_right": (True,), "experts": _EXPERTS, "rows": _ROWS},
     ),
     ResultTable(
+        title="A layer in two Triton kernels",
+        file="h200/two_kernels.json",
+        note=(
+            "The experimental backend (`SGLANG_W4AFP8_BACKEND=triton`) on a DeepSeek-V3 layer, even routing: microseconds of "
+            "the whole low-latency layer. Floor: reading the weights once at the speed of a plain stream, measured in the same "
+            "run."
+        ),
+        group_by=("experts", "rows"),
+        columns=(
+            mean("engine", "engine_us", 1),
+            mean("CUTLASS chain", "cutlass_us", 1),
+            mean("two kernels", "triton_us", 1),
+            mean("floor", "floor_us", 1),
+            ratio("engine / two kernels", "engine_us", "triton_us", geometric_mean),
+            ratio("CUTLASS / two kernels", "cutlass_us", "triton_us", geometric_mean),
+            mean("weights, TB/s", "weight_stream_tb_s"),
+        ),
+        where={"routing": ("even",), "hidden": (7168,), "experts": (64, 256), "rows": (1, 4, 8, 16, 32, 64, 128)},
+    ),
+    ResultTable(
+        title="Decoding on the real server",
+        file="h200/e2e_decode.json",
+        note=(
+            "Tokens per second of a server with the plugin against the same server without it, DeepSeek-V3 sizes with few "
+            "layers on one GPU and real DeepEP; gain in percent with its 95% interval. Few layers carry the whole LM head, so "
+            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3."
+        ),
+        group_by=("model", "engine", "routing", "concurrency", "arm"),
+        columns=(
+            one("engine, tokens/s", "baseline_tokens_per_s", 0),
+            one("arm, tokens/s", "tokens_per_s", 0),
+            Column("gain, %", _interval),
+            one("saved us a layer", "saved_us_per_moe_layer", 1),
+            one("saved ms, 58 layers", "saved_ms_58_layers"),
+        ),
+        where={"arm": ("plugin", "triton")},
+    ),
+    ResultTable(
         title="Random calls on the device",
         file="h200/fuzz.json",
         note=(
@@ -346,6 +391,63 @@ def replaced(patch: plugin.Patch) -> str:
     return "<br>".join(f"{around[t.kind]}`{t.homes[0].module}.{t.attribute}`" for t in patch.targets)
 
 
+# Decode of one to a thousand requests on DeepSeek-V3 (top-8 of 256), by mean rows per expert.
+_EXPECTED_ROWS = (1, 8, 16, 32, 64, 128)
+_DEEPSEEK_V3_MOE_LAYERS = 58
+
+
+def _saved(cells: Sequence[Cell]) -> float | None:
+    """Microseconds that ours takes less, summed over cells that follow one another; None where one was not measured."""
+    if not cells or any(cell[name] is None for cell in cells for name in ("engine_us", "ours_us")):
+        return None
+    return math.fsum(cell["engine_us"] - cell["ours_us"] for cell in cells)
+
+
+def expectations_section(results: Path = RESULTS) -> str:
+    """What one expert layer of DeepSeek-V3 saves, from the kernels' results files."""
+    paths = [results / "h200" / name for name in ("streaming.json", "gemm_tiles.json")]
+    if not all(path.is_file() for path in paths):
+        return "Not measured yet.\n"
+    streaming, gemms = (
+        [cell for cell in json.loads(path.read_text())["cells"] if cell["routing"] == "random"] for path in paths
+    )
+    rows = []
+    for experts, mean_rows in itertools.product((32, 64, 256), _EXPECTED_ROWS):
+        here = [
+            _saved([cell for cell in cells if (cell["experts"], cell["rows"]) == (experts, mean_rows)])
+            for cells in (
+                streaming,
+                # The layer's two GEMMs, in a buffer where the engine's are right: elsewhere there is nothing to compare.
+                [
+                    cell
+                    for cell in gemms
+                    if (cell["n"], cell["k"]) in ((4096, 7168), (7168, 2048)) and cell["padded"] % 512 == 0
+                ],
+            )
+        ]
+        if None in here:
+            continue
+        layer = math.fsum(value for value in here if value is not None)
+        rows.append(
+            [
+                str(experts),
+                str(mean_rows),
+                *(f"{value:.0f}" for value in here),
+                f"{layer:.0f}",
+                f"{layer * _DEEPSEEK_V3_MOE_LAYERS / 1e3:.1f}",
+            ]
+        )
+    headings = [
+        "experts per rank",
+        "rows per expert",
+        "streaming steps, us",
+        "GEMMs, us",
+        "a layer, us",
+        f"{_DEEPSEEK_V3_MOE_LAYERS} layers, ms a step",
+    ]
+    return markdown_table(headings, rows, "---:")
+
+
 def patches_section() -> str:
     rows = [
         [
@@ -388,6 +490,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
     "patches": patches_section,
     "switches": switches.markdown_table,
     "results": results_section,
+    "expectations": expectations_section,
 }
 
 

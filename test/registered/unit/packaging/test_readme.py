@@ -144,6 +144,29 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
         "silu": [{"n": n, **c, **us} for n in (2048, 1536) for c in grid],
         "streaming": [{"k": 7168, "n": 2048, **c, **us, "legacy_us": None} for c in grid],
         "moe_layer": chain,
+        "two_kernels": [
+            {**c, "hidden": 7168, **us, "cutlass_us": 3.0, "triton_us": 2.0, "floor_us": 1.0, "weight_stream_tb_s": 3.5}
+            for c in grid
+            if c["experts"] in (64, 256)
+        ],
+        "e2e_decode": [
+            {
+                "model": model,
+                "engine": "0.5.21",
+                "routing": "uniform",
+                "concurrency": requests,
+                "arm": arm,
+                "tokens_per_s": 110.0,
+                "baseline_tokens_per_s": 100.0,
+                "gain_pct": 10.0,
+                "interval": [9.0, 11.0],
+                "saved_us_per_moe_layer": 40.0,
+                "saved_ms_58_layers": 2.32,
+            }
+            for model in ("deepseek-v3-5l-256e", "deepseek-v3-5l-64e")
+            for requests in (8, 32, 128, 256)
+            for arm in ("engine", "plugin")
+        ],
         "fuzz": [{**dataclasses.asdict(c), "cases": 300, "different": []} for c in fuzz_device.plan(1, 40)],
     }
 
@@ -162,6 +185,21 @@ def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Pat
         assert 4 < len(rows) <= 20, f"{declared.title}: {len(rows)} lines"
         assert "n/a" not in text, declared.title
     assert "| 64 | 8 | 8.00 | 4.00 | 2.00 | 1.00 | 2.00 | 0.50 |" in renderer.results_section(tmp_path)
+
+
+def test_what_to_expect_adds_the_kernels_of_a_layer(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.expectations_section(tmp_path) == "Not measured yet.\n"
+    (tmp_path / "h200").mkdir()
+    point = {"experts": 64, "rows": 16, "routing": "random", "ours_us": 100.0}
+    gemm = [
+        {**point, "n": n, "k": k, "padded": padded, "engine_us": 250.0}
+        for n, k, padded in ((4096, 7168, 512), (7168, 2048, 512), (4096, 7168, 384), (4096, 3584, 512))
+    ]
+    for name, cells in (("streaming", [{**point, "engine_us": 110.0}]), ("gemm_tiles", gemm)):
+        (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"meta": META, "cells": cells}))
+    (row,) = [line for line in renderer.expectations_section(tmp_path).splitlines() if line.startswith("| 6")]
+    # 10 us of the streaming steps and 150 of either GEMM; 310 us x 58 layers.
+    assert row == "| 64 | 16 | 10 | 300 | 310 | 18.0 |"
 
 
 def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: Path) -> None:

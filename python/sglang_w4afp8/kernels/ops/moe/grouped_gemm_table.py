@@ -180,8 +180,8 @@ def to_data(table: Table) -> dict[str, Any]:
 
 
 def rule(block_n: int, rows: int) -> GroupedGemmLaunch:
-    """Without a table: a step over the rows is one tile up to 64 rows, a pipeline deep enough to cover memory's latency, and the
-    look-up where matrix products count more than instructions."""
+    """Without a table: a step over the rows is one tile up to 64 rows, a pipeline deep enough to cover memory's latency, and
+    the look-up where matrix products count more than instructions."""
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     # What fits beside two blocks of the same kernel on one processor.
     return GroupedGemmLaunch(block_n, block_m, 1, 4, 4 if block_m < 64 else 3, look_up=block_m >= 64)
