@@ -1,0 +1,100 @@
+"""What the two Triton grouped GEMMs compile to on Hopper, without a GPU: what their speed hangs on.
+
+Weights must come by the bulk copy engine, the products must be warp-group matrix instructions with the unpacked weights in
+registers, and unpacking offset codes must take no byte permutes. The compiler runs in a process of its own, because kernels
+are interpreted here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=60, suite="base-a-test-cpu")
+
+ROOT = Path(__file__).resolve().parents[4]
+SCRIPT = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
+
+M, TYPES = 512, dict(
+    x_ptr="*fp8e4nv", x_scale_ptr="*fp32", weight_scale_ptr="*bf16", masked_m_ptr="*i32", output_scale_ptr="*fp32",
+)
+CASES = {
+    "gate_up": (two._gate_up_kernel, dict(N=2048, K=7168, X_SCALE_STRIDE0=M * 56, X_SCALE_STRIDE1=1, X_SCALE_STRIDE2=M,
+                                          FP8_MAX=448.0), "*fp8e4nv"),
+    "down": (two._down_kernel, dict(N=7168, K=2048), "*bf16"),
+}
+
+def compiled(name, block_m, look_up):
+    kernel, sizes, output = CASES[name]
+    types = {**TYPES, "output_ptr": output, "weights": "tensordesc<i8[64,64]>"}
+    constants = dict(M=M, **sizes, BLOCK_N=64, BLOCK_M=block_m, GROUPS_PER_STEP=1, STAGES=4, LOOK_UP=look_up, PTX=True)
+    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a.endswith("_ptr")}
+    source = ASTSource(kernel, signature, constants, attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=4))
+    return made.asm["ptx"], made.metadata.shared
+
+found = {}
+for name in CASES:
+    for look_up in (False, True):
+        ptx, shared = compiled(name, 16, look_up)
+        found[f"{name} {'look-up' if look_up else 'offset'}"] = {
+            "bulk": len(re.findall(r"cp\\.async\\.bulk\\.tensor", ptx)),
+            # A register operand is a list in braces before the descriptor.
+            "products": len(re.findall(r"wgmma\\.mma_async\\S*m64n16k32\\S*e4m3\\.e4m3\\s*\\{[^}]*\\},\\s*\\{", ptx)),
+            "other_products": len(re.findall(r"\\bmma\\.sync", ptx)),
+            "permutes": len(re.findall(r"prmt\\.b32", ptx)),
+            "masks": len(re.findall(r"0x0F0F0F0F", ptx)),
+            "shared": shared,
+        }
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "python"), environment.get("PYTHONPATH", "")])
+    # A file, because the compiler reads the source of what it compiles; nothing of it is cached for other runs.
+    script = tmp_path_factory.mktemp("codegen") / "compile.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    environment["TRITON_CACHE_DIR"] = str(script.parent / "cache")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+# Two halves of a group in two steps of 32 values each; the first GEMM has gate and up tiles, the offset one tile more.
+PRODUCTS = {"gate_up offset": 12, "gate_up look-up": 8, "down offset": 8, "down look-up": 4}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_weights_come_in_bulk_and_meet_the_matrix_units_in_registers(found, case):
+    seen = found[case]
+    assert seen["bulk"] >= (2 if case.startswith("gate_up") else 1)
+    assert seen["products"] >= PRODUCTS[case] and seen["products"] % PRODUCTS[case] == 0
+    assert seen["other_products"] == 0
+    # Four blocks of four warps fit on one processor.
+    assert 4 * seen["shared"] <= 227 * 1024
+
+
+@pytest.mark.parametrize("gemm", ["gate_up", "down"])
+def test_offset_codes_are_unpacked_without_permutes(found, gemm):
+    offset, look_up = found[f"{gemm} offset"], found[f"{gemm} look-up"]
+    # Two masks a word of four bytes; 64 x 64 bytes over 128 lanes are 8 words a lane.
+    assert offset["masks"] >= 16
+    # Bf16 scales are taken apart with a few; a look-up takes eight a word.
+    assert offset["permutes"] <= 8 < 64 <= look_up["permutes"]
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
