@@ -69,7 +69,7 @@ Result = dict[str, Any]
 
 def candidates(rows: int, gate_up: bool) -> list[GroupedGemmLaunch]:
     """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few."""
-    blocks_m = [m for m in (16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
+    blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
     found = []
     for block_n, block_m, groups, warps, stages in itertools.product((64, 128), blocks_m, (1, 2), (4, 8), (3, 4, 5)):
         accumulators = block_n * block_m * (2 if gate_up else 1) // (warps * 32)

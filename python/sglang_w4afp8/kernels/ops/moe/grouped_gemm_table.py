@@ -94,7 +94,7 @@ def _nearest(measured: Sequence[int], wanted: int) -> int:
 def _parse_launch(entry: Mapping[str, Any], block_n: int, columns: int, width: int, parts: int) -> GroupedGemmLaunch:
     launch = GroupedGemmLaunch(
         block_n=block_n,
-        block_m=integer_field(entry, "block_m", least=16, most=256, power_of_two=True),
+        block_m=integer_field(entry, "block_m", least=8, most=256, power_of_two=True),
         groups_per_step=integer_field(entry, "groups_per_step", most=8, power_of_two=True),
         num_warps=integer_field(entry, "num_warps", most=16, power_of_two=True),
         num_stages=integer_field(entry, "num_stages", most=8),
@@ -182,7 +182,8 @@ def to_data(table: Table) -> dict[str, Any]:
 def rule(block_n: int, rows: int) -> GroupedGemmLaunch:
     """Without a table: a step over the rows is one tile up to 64 rows, a pipeline deep enough to cover memory's latency, and
     the look-up where matrix products count more than instructions."""
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    # A second step reads the weights again, so the smallest tile is for rows that hardly ever exceed it.
+    block_m = 8 if rows <= 2 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     # What fits beside two blocks of the same kernel on one processor.
     return GroupedGemmLaunch(block_n, block_m, 1, 4, 4 if block_m < 64 else 3, look_up=block_m >= 64)
 

@@ -82,7 +82,7 @@ class GroupedGemmLaunch:
 
     Attributes:
         block_n: output columns of one program (gate columns in the first GEMM); a power of two that divides N.
-        block_m: rows of one step over an expert's rows; a power of two, 16 or more.
+        block_m: rows of one step over an expert's rows; a power of two, 8 or more.
         groups_per_step: scale groups of one iteration of the main loop; divides K / 128.
         num_warps: warps of one program.
         num_stages: iterations whose loads are in flight.

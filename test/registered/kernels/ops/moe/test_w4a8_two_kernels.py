@@ -124,7 +124,7 @@ def payload(experts, padded, k, rows, seed=1):
 ROWS = [[5, 0, 18], [0, 0, 0], [1, 1, 1], [20, 3, 0]]
 LAUNCHES = [
     GroupedGemmLaunch(block_n, *rest, look_up=look_up)
-    for block_n, *rest in ((32, 16, 1, 4, 3), (64, 16, 2, 4, 2), (32, 32, 2, 4, 3))
+    for block_n, *rest in ((64, 8, 1, 4, 3), (32, 16, 1, 4, 3), (64, 16, 2, 4, 2), (32, 32, 2, 4, 3))
     for look_up in (False, True)
 ]
 

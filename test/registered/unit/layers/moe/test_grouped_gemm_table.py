@@ -150,7 +150,7 @@ def test_weights_of_another_layout_take_the_rule(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "expected_m, block_m", [(None, 16), (1, 16), (17, 16), (18, 32), (33, 32), (34, 64), (999, 64)]
+    "expected_m, block_m", [(None, 16), (1, 8), (3, 8), (4, 16), (17, 16), (18, 32), (33, 32), (34, 64), (999, 64)]
 )
 def test_without_a_file_the_tile_follows_the_rows(expected_m, block_m):
     for launch in table.launches(None, N, K, 64, (64, 128), expected_m):
@@ -170,7 +170,7 @@ def test_without_a_file_the_tile_follows_the_rows(expected_m, block_m):
 def test_a_stale_file_costs_one_warning(tmp_path, caplog, spoil):
     write(tmp_path / "user", one(), **spoil)
     for expected_m in (2, 3, 4):
-        assert table.launches(GPU, N, K, 64, (64, 64), expected_m)[0] == table.rule(64, 1)
+        assert table.launches(GPU, N, K, 64, (64, 64), expected_m)[0] == table.rule(64, expected_m - 1)
     (warning,) = warnings(caplog)
     assert "measured with" in warning and warning.endswith("using the Triton grouped GEMMs' rule")
 
