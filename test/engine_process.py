@@ -178,3 +178,37 @@ def overlay(folder: Path, changed: dict[str, str]) -> Path:
 
     link(engine_root(), folder / "sglang", {tuple(name.split("/")): text for name, text in changed.items()})
     return folder
+
+
+# What a server has live where nothing is switched off, in the ledger's order.
+EVERY_PATCH = [
+    "requant",
+    "expected_m",
+    "silu",
+    "problem_sizes",
+    "gemm",
+    "input_scales",
+    "eplb_scales",
+    "two_kernels",
+    "bf16_dispatch",
+    "normal_fp8",
+    "dispatch_cap",
+]
+
+# An `sgl_kernel` of which only the grouped GEMM does something: as the compiled one does, in the library's Python signature,
+# which our wrapper inspects.
+SGL_KERNEL_DOUBLE = """
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
+
+double = CompiledDispatchDouble()
+
+def cutlass_w4a8_moe_mm(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides,
+                        s_strides, chunk_size=128, topk=8):
+    double(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
+           chunk_size, topk)
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return print
+"""

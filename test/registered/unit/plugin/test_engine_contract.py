@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from engine_process import (
     CHAIN,
     CHAIN_FILE,
+    EVERY_PATCH,
     GEMM,
     METHOD_FILE,
     NEW_KERNELS,
@@ -29,19 +30,6 @@ from engine_process import (
 
 register_cpu_ci(est_time=150, suite="base-a-test-cpu")
 
-EVERY_PATCH = [
-    "requant",
-    "expected_m",
-    "silu",
-    "problem_sizes",
-    "gemm",
-    "input_scales",
-    "eplb_scales",
-    "two_kernels",
-    "bf16_dispatch",
-    "normal_fp8",
-    "dispatch_cap",
-]
 # What a server loses with the chain, and what needs no more than the method's file.
 OF_THE_CHAIN = {"expected_m", "problem_sizes", "gemm", "two_kernels", "bf16_dispatch"}
 OF_THE_METHOD = {"input_scales", "eplb_scales", "normal_fp8", "dispatch_cap"}

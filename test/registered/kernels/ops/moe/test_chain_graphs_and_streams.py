@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
+from compiled_gemm import real_kernel
 from sglang_w4afp8 import lifecycle, plugin
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
@@ -28,27 +29,10 @@ from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import GemmProblem
 register_cuda_ci(est_time=90, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=15, suite="base-b-kernel-unit")
 
-LIBRARY = "SGLANG_W4AFP8_TEST_KERNEL_LIBRARY"
 TOPK = 2
 
 
-def _real_kernel():
-    """The compiled kernel, or why there is none."""
-    if not torch.cuda.is_available():
-        return None, "no GPU"
-    if torch.cuda.get_device_capability()[0] != 9:
-        return None, "the grouped GEMM is compiled for Hopper only"
-    if os.environ.get(LIBRARY):
-        torch.ops.load_library(os.environ[LIBRARY])
-        return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, None
-    try:
-        from sgl_kernel import cutlass_w4a8_moe_mm
-    except ImportError as error:
-        return None, f"sgl_kernel cannot be imported ({error}) and {LIBRARY} is not set"
-    return cutlass_w4a8_moe_mm, None
-
-
-KERNEL, MISSING = _real_kernel()
+KERNEL, MISSING = real_kernel()
 REAL = KERNEL is not None
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 real_only = pytest.mark.skipif(not REAL, reason=f"needs the compiled kernel: {MISSING}")

@@ -5,13 +5,13 @@ by SGLANG_W4AFP8_TEST_KERNEL_LIBRARY. Without them the same cases run, at small 
 dispatch.
 """
 
-import os
 import sys
 
 import pytest
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
+from compiled_gemm import real_kernel
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     COMPILED_LIMITS,
     CompiledDispatchDouble,
@@ -25,7 +25,6 @@ from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import GemmProblem, probe_buc
 register_cuda_ci(est_time=90, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=20, suite="base-b-kernel-unit")
 
-LIBRARY = "SGLANG_W4AFP8_TEST_KERNEL_LIBRARY"
 PADDED = (64, 128, 256, 384, 512, 640, 1024, 2048)
 SHAPES = ((4096, 7168), (7168, 2048), (4096, 3584), (3584, 1536), (4096, 6144), (6144, 2048))
 SMALL_SHAPES = ((32, 1024), (16, 512))
@@ -34,23 +33,7 @@ MAX_RELATIVE_ERROR = 0.003
 TOPK = 8
 
 
-def _real_kernel():
-    """The compiled kernel, or why there is none."""
-    if not torch.cuda.is_available():
-        return None, "no GPU"
-    if torch.cuda.get_device_capability()[0] != 9:
-        return None, "the grouped GEMM is compiled for Hopper only"
-    if os.environ.get(LIBRARY):
-        torch.ops.load_library(os.environ[LIBRARY])
-        return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, None
-    try:
-        from sgl_kernel import cutlass_w4a8_moe_mm
-    except ImportError as error:
-        return None, f"sgl_kernel cannot be imported ({error}) and {LIBRARY} is not set"
-    return cutlass_w4a8_moe_mm, None
-
-
-KERNEL, MISSING = _real_kernel()
+KERNEL, MISSING = real_kernel()
 REAL = KERNEL is not None
 DEVICE = torch.device("cuda", 0) if REAL else torch.device("cpu")
 real_only = pytest.mark.skipif(not REAL, reason=f"needs the compiled kernel: {MISSING}")

@@ -11,25 +11,9 @@ from pathlib import Path
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from engine_process import Process, run_script, write
+from engine_process import SGL_KERNEL_DOUBLE, Process, run_script, write
 
 register_cpu_ci(est_time=150, suite="base-a-test-cpu")
-
-SGL_KERNEL = """
-from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
-
-double = CompiledDispatchDouble()
-
-def cutlass_w4a8_moe_mm(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides,
-                        s_strides, chunk_size=128, topk=8):
-    double(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
-           chunk_size, topk)
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return print
-"""
 
 LAYER = """
 import logging
@@ -394,7 +378,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL})
+    return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL_DOUBLE})
 
 
 def run(stub: Path, code: str, backend: str = "triton") -> Process:

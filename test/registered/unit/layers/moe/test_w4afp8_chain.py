@@ -11,26 +11,9 @@ from pathlib import Path
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from engine_process import run_script, write
+from engine_process import EVERY_PATCH, SGL_KERNEL_DOUBLE, run_script, write
 
 register_cpu_ci(est_time=120, suite="base-a-test-cpu")
-
-# The library's Python signature, which the wrapper inspects.
-SGL_KERNEL = """
-from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
-
-double = CompiledDispatchDouble()
-
-def cutlass_w4a8_moe_mm(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides,
-                        s_strides, chunk_size=128, topk=8):
-    double(d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
-           chunk_size, topk)
-
-def __getattr__(name):
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return print
-"""
 
 LAYER = """
 import hashlib, sys
@@ -188,26 +171,13 @@ result = {
 }
 """
 
-ALL = [
-    "requant",
-    "expected_m",
-    "silu",
-    "problem_sizes",
-    "gemm",
-    "input_scales",
-    "eplb_scales",
-    "two_kernels",
-    "bf16_dispatch",
-    "normal_fp8",
-    "dispatch_cap",
-]
 # fp8 rounds the input of the second GEMM to 4 significant bits (2^-4 at most, uniformly spread) and bf16 its output.
 TOLERANCE = 0.04
 
 
 @pytest.fixture(scope="module")
 def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL})
+    return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL_DOUBLE})
 
 
 def run_layer(stub: Path, padded: int = 512, forms: bool = False, **environ: str) -> dict:
@@ -226,7 +196,7 @@ def engine(stub: Path) -> dict:
 
 
 def test_the_layer_is_right_and_every_patch_is_live(ours):
-    assert ours["live"] == ALL
+    assert ours["live"] == EVERY_PATCH
     assert ours["error"] < TOLERANCE
 
 
