@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import dataclasses
 import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ import moe_layer
 from gemm_tiles import load_kernel
 from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import interleaved_medians, run_metadata, write_json
+from sglang_w4afp8.bench.measure import interleaved_medians, refuse_other_set_up, run_metadata, write_json
+from sglang_w4afp8.bench.report import geometric_mean
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
 from sglang_w4afp8.kernels.ops.moe.grouped_gemm_table import MeasuredPair, ShapeLaunches
@@ -58,8 +60,6 @@ EXPERTS = (64, 256, 32, 128, 8)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUTINGS = ("even", "random", "skew16")
 SAMPLED_EXPERTS, SAMPLED_ROWS = 4, 8
-# What a run must share with the one whose file it goes on with.
-SET_UP = ("gpu", "driver", "torch", "triton", "sglang", "sglang_w4afp8", "sglang_kernel")
 GEMMS = ("gate_up", "down")
 # Turns of a candidate in the search.
 SEARCH_REPEATS = 5
@@ -207,11 +207,6 @@ def _error_of_call(run: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _geometric_mean(values: Iterable[float]) -> float:
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
-
-
 def choose_launches(cells: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, dict[int, GroupedGemmLaunch]]]:
     """Per kernel the ``block_n`` and, by ``expected_m``, the launch that the searched cells of one shape speak for.
 
@@ -226,13 +221,13 @@ def choose_launches(cells: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, 
         best: dict[int, dict[int, tuple[float, GroupedGemmLaunch]]] = {}
         for expected_m, routings in by_estimate.items():
             for name in set.intersection(*(set(medians) for medians in routings)):
-                launch, score = launch_of(name), _geometric_mean(medians[name] for medians in routings)
+                launch, score = launch_of(name), geometric_mean(medians[name] for medians in routings)
                 of_block = best.setdefault(launch.block_n, {})
                 of_block[expected_m] = min(of_block.get(expected_m, (math.inf, launch)), (score, launch), key=_score)
         complete = {block_n: found for block_n, found in best.items() if len(found) == len(by_estimate)}
         if not complete:
             raise SystemExit(f"{gemm}: no block_n has a launch at every row count")
-        block_n = min(complete, key=lambda block: _geometric_mean(score for score, _ in complete[block].values()))
+        block_n = min(complete, key=lambda block: geometric_mean(score for score, _ in complete[block].values()))
         chosen[gemm] = block_n, {expected_m: launch for expected_m, (_, launch) in complete[block_n].items()}
     return chosen
 
@@ -296,7 +291,7 @@ def make_table(
                 if [cell[gemm] for gemm in GEMMS] == [launch.__dict__ for launch in launches]
             ]
             means = [
-                round(_geometric_mean(cell[name] for cell in times), 2) if times else None
+                round(geometric_mean(cell[name] for cell in times), 2) if times else None
                 for name in ("triton_us", "cutlass_us")
             ]
             pairs.append(MeasuredPair(expected_m, *launches, *means))
@@ -410,11 +405,7 @@ def read_done(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     content = json.loads(path.read_text(encoding="utf-8"))
-    differing = [key for key in SET_UP if content["meta"].get(key) != meta[key]]
-    if differing:
-        raise SystemExit(
-            f"{path}: was measured with another set-up ({', '.join(differing)}); move it away or name another --out"
-        )
+    refuse_other_set_up(path, content["meta"], meta)
     return content
 
 
@@ -424,14 +415,7 @@ def _matching(cells: Sequence[Mapping[str, Any]], key: Mapping[str, Any]) -> lis
 
 def key_of(cell: streaming.Cell, options: argparse.Namespace) -> dict[str, Any]:
     """What names a cell in the files."""
-    shape = {"hidden": options.hidden, "inner": options.inner}
-    return {
-        **shape,
-        "experts": cell.experts,
-        "padded": cell.padded,
-        "rows": cell.rows,
-        "routing": cell.routing,
-    }
+    return {"hidden": options.hidden, "inner": options.inner, **dataclasses.asdict(cell)}
 
 
 def plan(experts: Sequence[int], rows: Sequence[int]) -> list[streaming.Cell]:

@@ -122,7 +122,7 @@ def run_metadata(**extra: Any) -> dict[str, Any]:
 
 
 # Figures of runs that differ in one of these are not set beside each other in one file.
-_SET_UP = ("gpu", "driver", "torch", "triton", "sglang", "sglang_kernel", "sglang_w4afp8")
+SET_UP = ("gpu", "driver", "torch", "triton", "sglang", "sglang_kernel", "sglang_w4afp8")
 
 
 def refuse_other_set_up(path: Path, found: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def refuse_other_set_up(path: Path, found: Mapping[str, Any], meta: Mapping[str,
     Raises:
         SystemExit: they differ; the message names the file and what differs.
     """
-    differing = [key for key in _SET_UP if found.get(key) != meta.get(key)]
+    differing = [key for key in SET_UP if found.get(key) != meta.get(key)]
     if differing:
         texts = ", ".join(f"{key} {found.get(key)}, not {meta.get(key)}" for key in differing)
         raise SystemExit(f"{path}: was measured with another set-up ({texts}); move it away or name another one")

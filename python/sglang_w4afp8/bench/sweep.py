@@ -5,7 +5,6 @@ Writes one JSON per kind after every cell, so an interrupted run resumes where i
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from sglang_w4afp8.bench import streaming
 from sglang_w4afp8.bench.measure import Results, run_metadata
+from sglang_w4afp8.bench.report import geometric_mean
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import set_launch_lookup
 
 # What is measured, and the results file of it.
@@ -51,7 +51,7 @@ def _sweep(
 
 
 def _folded(label: str, ratios: Sequence[tuple[float, dict[str, Any]]]) -> str:
-    mean = math.exp(sum(math.log(ratio) for ratio, _ in ratios) / len(ratios))
+    mean = geometric_mean(ratio for ratio, _ in ratios)
     worst, cell = min(ratios, key=lambda entry: entry[0])
     return f"{label}: geometric mean {mean:.3f}, worst {worst:.3f} at {cell}"
 

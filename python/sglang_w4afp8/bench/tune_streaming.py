@@ -22,7 +22,8 @@ from tqdm import tqdm
 
 from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import capture, launches_for, replay_us, run_metadata
+from sglang_w4afp8.bench.measure import capture, interleaved_medians, launches_for, replay_us, run_metadata
+from sglang_w4afp8.bench.report import geometric_mean
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as ours
 from sglang_w4afp8.kernels.ops.moe import launch_table
 from sglang_w4afp8.kernels.ops.moe.launch_table import MeasuredLaunch
@@ -132,17 +133,12 @@ class _Cell:
         self, candidates: Sequence[MeasuredLaunch], repeats: int = _REPEATS
     ) -> tuple[list[tuple[float, ...]], tuple[float, ...]]:
         """Median microseconds per routing of every candidate, and of the engine's kernel; all take turns."""
-        by_routing: list[list[float]] = []
+        by_routing = []
         for index, run in enumerate(self.runs):
-            graphs = [capture(lambda r=run, c=candidate: r(c), self.launches) for candidate in candidates]
-            graphs += [capture(engine, self.launches) for engine in self.engine[index : index + 1]]
-            times: list[list[float]] = [[] for _ in graphs]
-            for turn in range(repeats + 1):
-                for graph, elapsed in zip(graphs, times, strict=True):
-                    us = replay_us(graph, self.launches)
-                    if turn:
-                        elapsed.append(us)
-            by_routing.append([sorted(elapsed)[len(elapsed) // 2] for elapsed in times])
+            providers = {str(place): lambda r=run, c=candidate: r(c) for place, candidate in enumerate(candidates)}
+            if self.engine:
+                providers["engine"] = self.engine[index]
+            by_routing.append(list(interleaved_medians(providers, repeats, self.launches).values()))
         all_times = list(zip(*by_routing, strict=True))
         return all_times[: len(candidates)], all_times[-1] if self.engine else ()
 
@@ -150,10 +146,6 @@ class _Cell:
         times, engine = self.times(candidates)
         ranked = sorted(zip(_scores(times, engine), candidates, strict=True), key=lambda entry: entry[0])
         return [candidate for _, candidate in ranked[:count]]
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def _scores(times: Sequence[Sequence[float]], engine: Sequence[float] = ()) -> list[float]:
@@ -164,7 +156,7 @@ def _scores(times: Sequence[Sequence[float]], engine: Sequence[float] = ()) -> l
     for candidate in times:
         quotients = [us / least for us, least in zip(candidate, best, strict=True)]
         lost = max([1.0, *(us / theirs for us, theirs in zip(candidate, engine, strict=False))])
-        scores.append(math.sqrt(_geometric_mean(quotients) * max(quotients)) * lost**_ENGINE_POWER)
+        scores.append(math.sqrt(geometric_mean(quotients) * max(quotients)) * lost**_ENGINE_POWER)
     return scores
 
 
@@ -172,7 +164,7 @@ def _runs_at_all(engine: Callable[[], Any]) -> bool:
     """Whether the engine serves the size: some releases refuse a K that is no multiple of 1024."""
     try:
         engine()
-    except (AssertionError, ValueError, RuntimeError):
+    except AssertionError:
         return False
     return True
 
@@ -197,10 +189,9 @@ def _cell(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, _Cel
                 ),
             )
         )
-        theirs = engine_call(arguments, expected_m)
-        if theirs is not None and _runs_at_all(theirs):
-            engine.append(theirs)
-    return cells[0].expected_m(), _Cell(runs, engine)
+        engine.append(engine_call(arguments, expected_m))
+    served = engine[0] is not None and _runs_at_all(engine[0])
+    return cells[0].expected_m(), _Cell(runs, engine if served else [])
 
 
 def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[MeasuredLaunch]) -> None:
@@ -232,7 +223,7 @@ def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) 
     winner = scores.index(min(scores))
     if scores[-1] <= scores[winner] * _NOISE:
         winner = len(best) - 1
-    return best[winner], _geometric_mean(times[winner])
+    return best[winner], geometric_mean(times[winner])
 
 
 def tune(

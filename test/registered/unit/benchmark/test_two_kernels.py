@@ -11,7 +11,7 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang_w4afp8 import tuned_config
-from sglang_w4afp8.bench import streaming
+from sglang_w4afp8.bench import measure, streaming
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
 from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GroupedGemmLaunch
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
@@ -29,7 +29,7 @@ bench = importlib.util.module_from_spec(_SPEC)
 sys.modules["two_kernels"] = bench
 _SPEC.loader.exec_module(bench)
 
-META = {key: f"this {key}" for key in bench.SET_UP}
+META = {key: f"this {key}" for key in measure.SET_UP}
 SHAPE = {"hidden": 7168, "inner": 2048, "experts": 64, "padded": 2048}
 
 
@@ -107,11 +107,11 @@ def test_a_run_goes_on_with_its_own_file(tmp_path):
     assert bench.read_done(path, {**META, "command": "another"}) == content
 
 
-@pytest.mark.parametrize("key", bench.SET_UP)
+@pytest.mark.parametrize("key", measure.SET_UP)
 def test_a_file_of_another_set_up_is_refused(tmp_path, key):
     path = tmp_path / "out.json"
     path.write_text(json.dumps({"meta": {**META, key: "another"}, "cells": []}))
-    with pytest.raises(SystemExit, match=rf"was measured with another set-up \({key}\)"):
+    with pytest.raises(SystemExit, match=rf"was measured with another set-up \({key} another, not this {key}\)"):
         bench.read_done(path, META)
 
 
