@@ -14,12 +14,8 @@ Weights are regrouped in place when they have been loaded (:func:`regroup_weight
 * a nibble holds its value plus 8.
 
 A nibble alone in a byte is an e4m3 subnormal, ``(value + 8) / 512``: unpacking is a mask and a shift, and what the offset adds
-to a product is ``8 / 512`` times the sum of the activations, which the tensor cores compute with a constant tile. That takes a
-third of the instructions of a look-up and one matrix product more, so it is for few rows, where instructions are what limits
-the kernel (see ``look_up`` below).
-
-Instructions a warp issues for 8 KiB of weights (main loop, 16 rows and 64 columns a tile, four warps, sm_90, Triton 3.8),
-look-up -> offset: first GEMM 485 -> 292, second 528 -> 310. At 3.5 TB/s an H200 has time for about 540.
+to a product is ``8 / 512`` times the sum of the activations, which the tensor cores compute with a constant tile. That takes
+far fewer instructions than a look-up and one matrix product more, so it is meant for few rows (see ``look_up`` below).
 
 A third kernel computes plain products from the same weights over rows that stand one expert after another: what the engine's
 prefill calls for. It needs no second copy of the weights and no scratch, and its speed is that of its tiles, not CUTLASS's.
@@ -297,6 +293,52 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _write_rows(
+    x_ptr,
+    x_scale_ptr,
+    weights,
+    weight_scale_ptrs,
+    output_ptr,
+    rows,
+    live,
+    first_tile,
+    columns,
+    TILE_STEP: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUPS_PER_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    LOOK_UP: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Products of the live ones of some rows with BLOCK_N columns, at one activation scale: one step of both kernels below.
+
+    ``rows`` are int64 row numbers of x [.., K] and output [.., N]; tiles of one group after another stand TILE_STEP rows apart.
+    """
+    GROUPS: tl.constexpr = K // 128
+    x_ptrs = x_ptr + rows[None, :] * K + tl.arange(0, 64)[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    scale = tl.load(weight_scale_ptrs)
+    for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
+        for offset in tl.static_range(GROUPS_PER_STEP):
+            group = step + offset
+            x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
+            x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
+            next_scale = tl.load(weight_scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
+            offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
+            packed = weights.load([first_tile + group * TILE_STEP, 0])
+            total += _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX) * scale.to(tl.float32)[:, None]
+            scale = next_scale
+    unit = tl.load(x_scale_ptr)
+    if not LOOK_UP:
+        unit *= _OFFSET_STEP
+    result = (total * unit).to(output_ptr.dtype.element_ty)
+    tl.store(output_ptr + rows[None, :] * N + columns[:, None], result, mask=live[None, :])
+
+
+@triton.jit
 def _down_kernel(
     x_ptr,
     x_scale_ptr,
@@ -329,28 +371,28 @@ def _down_kernel(
     first_tile = (((expert * TILES + pid_n) * GROUPS) * BLOCK_N).to(tl.int32)
     columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
-    inner = tl.arange(0, 64)
     for first_row in range(0, live_rows, BLOCK_M):
-        rows = first_row + tl.arange(0, BLOCK_M)
-        live = rows < live_rows
-        x_ptrs = x_ptr + (expert * M + rows)[None, :] * K + inner[:, None]
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        scale = tl.load(scale_ptrs)
-        for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
-            for offset in tl.static_range(GROUPS_PER_STEP):
-                group = step + offset
-                x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
-                x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
-                next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
-                offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
-                packed = weights.load([first_tile + group * BLOCK_N, 0])
-                total += _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX) * scale.to(tl.float32)[:, None]
-                scale = next_scale
-        unit = tl.load(x_scale_ptr)
-        if not LOOK_UP:
-            unit *= _OFFSET_STEP
-        result = (total * unit).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + (expert * M + rows)[None, :] * N + columns[:, None], result, mask=live[None, :])
+        offsets = first_row + tl.arange(0, BLOCK_M)
+        _write_rows(
+            x_ptr,
+            x_scale_ptr,
+            weights,
+            scale_ptrs,
+            output_ptr,
+            expert * M + offsets,
+            offsets < live_rows,
+            first_tile,
+            columns,
+            BLOCK_N,
+            N,
+            K,
+            BLOCK_N,
+            BLOCK_M,
+            GROUPS_PER_STEP,
+            STAGES,
+            LOOK_UP,
+            PTX,
+        )
 
 
 @triton.jit
@@ -393,34 +435,46 @@ def _rows_kernel(
     first_tile = (((expert * TILES + tile) * GROUPS * PARTS + part) * BLOCK_N).to(tl.int32)
     columns = part * (N // PARTS) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
     scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
-    inner = tl.arange(0, 64)
     for first_row in range(0, count, BLOCK_M):
         offsets = first_row + tl.arange(0, BLOCK_M)
-        live = offsets < count
-        rows = (begin + offsets).to(tl.int64)
-        x_ptrs = x_ptr + rows[None, :] * K + inner[:, None]
-        total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        scale = tl.load(scale_ptrs)
-        for step in tl.range(0, GROUPS, GROUPS_PER_STEP, num_stages=STAGES):
-            for offset in tl.static_range(GROUPS_PER_STEP):
-                group = step + offset
-                x_low = tl.load(x_ptrs + group * 128, mask=live[None, :], other=0.0)
-                x_high = tl.load(x_ptrs + (group * 128 + 64), mask=live[None, :], other=0.0)
-                next_scale = tl.load(scale_ptrs + tl.minimum(group + 1, GROUPS - 1) * N)
-                offset_products = _offset_products(x_low, x_high, BLOCK_N, LOOK_UP)
-                packed = weights.load([first_tile + group * (PARTS * BLOCK_N), 0])
-                total += _products(packed, x_low, x_high, offset_products, LOOK_UP, PTX) * scale.to(tl.float32)[:, None]
-                scale = next_scale
-        unit = tl.load(x_scale_ptr)
-        if not LOOK_UP:
-            unit *= _OFFSET_STEP
-        result = (total * unit).to(output_ptr.dtype.element_ty)
-        tl.store(output_ptr + rows[None, :] * N + columns[:, None], result, mask=live[None, :])
+        _write_rows(
+            x_ptr,
+            x_scale_ptr,
+            weights,
+            scale_ptrs,
+            output_ptr,
+            (begin + offsets).to(tl.int64),
+            offsets < count,
+            first_tile,
+            columns,
+            PARTS * BLOCK_N,
+            N,
+            K,
+            BLOCK_N,
+            BLOCK_M,
+            GROUPS_PER_STEP,
+            STAGES,
+            LOOK_UP,
+            PTX,
+        )
 
 
 def _tile_descriptor(w_q: torch.Tensor, block_n: int) -> TensorDescriptor:
     """Regrouped weights as rows of 64 bytes, one tile of ``block_n`` of them a load. Made on the host: no scratch memory."""
     return TensorDescriptor(w_q, [w_q.numel() // _HALF, _HALF], [_HALF, 1], [block_n, _HALF])
+
+
+def _constants(launch: GroupedGemmLaunch, device: torch.device) -> dict[str, int | bool]:
+    """A launch as every kernel here takes it."""
+    return {
+        "BLOCK_N": launch.block_n,
+        "BLOCK_M": launch.block_m,
+        "GROUPS_PER_STEP": launch.groups_per_step,
+        "STAGES": launch.num_stages,
+        "LOOK_UP": launch.look_up,
+        "PTX": has_ptx(device),
+        "num_warps": launch.num_warps,
+    }
 
 
 def _check_rows(x: torch.Tensor, output: torch.Tensor, masked_m: torch.Tensor, k: int, n: int) -> None:
@@ -481,13 +535,7 @@ def w4a8_gate_up(
         X_SCALE_STRIDE1=x_scale.stride(1),
         X_SCALE_STRIDE2=x_scale.stride(2),
         FP8_MAX=torch.finfo(output.dtype).max,
-        BLOCK_N=launch.block_n,
-        BLOCK_M=launch.block_m,
-        GROUPS_PER_STEP=launch.groups_per_step,
-        STAGES=launch.num_stages,
-        LOOK_UP=launch.look_up,
-        PTX=has_ptx(x.device),
-        num_warps=launch.num_warps,
+        **_constants(launch, x.device),
     )
 
 
@@ -524,13 +572,7 @@ def w4a8_down(
         M=x.size(1),
         N=n,
         K=groups * GROUP_SIZE,
-        BLOCK_N=launch.block_n,
-        BLOCK_M=launch.block_m,
-        GROUPS_PER_STEP=launch.groups_per_step,
-        STAGES=launch.num_stages,
-        LOOK_UP=launch.look_up,
-        PTX=has_ptx(x.device),
-        num_warps=launch.num_warps,
+        **_constants(launch, x.device),
     )
 
 
@@ -588,11 +630,5 @@ def w4a8_rows(
         N=n,
         K=k,
         PARTS=2 if layout.gate_up else 1,
-        BLOCK_N=launch.block_n,
-        BLOCK_M=launch.block_m,
-        GROUPS_PER_STEP=launch.groups_per_step,
-        STAGES=launch.num_stages,
-        LOOK_UP=launch.look_up,
-        PTX=has_ptx(x.device),
-        num_warps=launch.num_warps,
+        **_constants(launch, x.device),
     )
