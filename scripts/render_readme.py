@@ -376,6 +376,8 @@ def result_table(table: ResultTable, results: Path) -> str:
     headings = [*table.group_by, *(column.heading for column in table.columns)]
     meta = "; ".join(f"{key} {data['meta'][key]}" for key in META_KEYS[:-1])
     source = f"{meta}. `{data['meta']['command']}` wrote [{table.file}](benchmark/results/{table.file})."
+    if data["meta"].get("remark"):
+        source += f" {data['meta']['remark']}"
     return f"{head}{table.note}\n\n{markdown_table(headings, rows, '---:')}\n{source}\n"
 
 

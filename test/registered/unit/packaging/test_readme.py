@@ -87,6 +87,15 @@ def test_a_results_table_groups_reduces_and_names_its_source(renderer: ModuleTyp
     )
 
 
+def test_what_a_reader_must_know_of_a_run_stands_beside_its_source(renderer: ModuleType, tmp_path: Path) -> None:
+    results = write(tmp_path, [cell(512, 1, 2.0, 8.0)])
+    plain = renderer.result_table(table(renderer), results)
+    content = json.loads((results / "x.json").read_text())
+    content["meta"]["remark"] = "Of an older launch."
+    (results / "x.json").write_text(json.dumps(content))
+    assert renderer.result_table(table(renderer), results) == plain.rstrip("\n") + " Of an older launch.\n"
+
+
 def test_where_keeps_only_the_cells_asked_for(renderer: ModuleType, tmp_path: Path) -> None:
     declared = table(
         renderer, where={"rows": (1,)}, group_by=("rows", "k"), columns=(renderer.one("ours", "ours_us", digits=1),)

@@ -780,7 +780,7 @@ _SILU_AND_MUL_PAIR_PTX = tl.constexpr("""{
 
 @triton.jit
 def _silu_and_mul_bfloat16(gate, up):
-    """``bf16(silu(gate)) * up`` in float32, of bfloat16 tensors: the bits of the plain expression in 60% of its instructions.
+    """``bf16(silu(gate)) * up`` in float32, of bfloat16 tensors: the bits of the plain expression in fewer instructions.
 
     The plain expression costs three operations of the slow unit an element (exponential, reciprocal, and a conversion of
     one value), and guards both approximations against ranges that cannot occur here. ``1 + exp(-gate)`` is at least 1, so

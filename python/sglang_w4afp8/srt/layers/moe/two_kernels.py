@@ -15,10 +15,9 @@ Prefill on a regrouped layer (the engine's normal mode, or ``apply`` without Dee
 GEMM is answered by a plain product over the same tiles: :func:`route_engine_gemm` looks at the weight that the engine hands
 over. What it costs is that product's speed against CUTLASS, which has not been measured yet; hence ``auto`` leaves layers alone
 whose server prefills in normal mode. Rejected: restoring a layer into scratch memory and calling CUTLASS there. It reads and
-writes every weight once more in each layer and prefill step (1.4 GB each way with 64 experts of DeepSeek-V3, at least 0.7 ms)
-and holds as much memory for good (5.6 GB with 256). Also rejected: kernels on the engine's own layout, which would let a call
-choose. The prototypes of them reached 335 and 170 us where tiles reach 288 and 151 and CUTLASS 326 and 204 (64 experts, 8
-rows): next to nothing is left of the gain.
+writes every weight once more in each layer and prefill step (1.4 GB each way with 64 experts of DeepSeek-V3) and holds as much
+memory for good (5.6 GB with 256). Not built: kernels on the engine's own layout, which would let a call choose, and whose
+tiles are not one piece of memory each.
 
 What ``auto`` cannot do is therefore to be as fast as both backends at every row count where each wins at some: there it is
 CUTLASS, and gives up what Triton would gain at the others.
