@@ -249,6 +249,18 @@ def test_bf16_is_measured_at_fewer_experts_unless_told(monkeypatch, capsys):
     ]
 
 
+def test_untuned_launches_come_from_the_rules_into_a_file_of_their_own(monkeypatch, capsys):
+    looked_up = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sweep, "set_launch_lookup", looked_up.append)
+    written = []
+    monkeypatch.setattr(sweep, "run", lambda kind, out, *rest: written.append((out.name, list(looked_up))))
+    monkeypatch.setattr(sweep, "summarize", lambda cells: "")
+    for words in (["layer"], ["layer", "--untuned"]):
+        assert sweep.main(words) == 0
+    assert written == [("streaming.json", []), ("streaming_untuned.json", [None])]
+
+
 @pytest.mark.parametrize("command", [sweep.main, tune.main])
 def test_without_a_gpu_nothing_is_measured(command, capsys):
     assert command(["requant"] if command is sweep.main else []) == 2
