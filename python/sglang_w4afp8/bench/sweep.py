@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--experts", type=int, nargs="+", help="local experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
     parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
-    parser.add_argument("--repeats", type=int, default=15, help="timed turns of every provider")
+    parser.add_argument("--repeats", type=int, default=41, help="timed turns of every provider")
     parser.add_argument(
         "--untuned",
         action="store_true",

@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--experts", type=int, nargs="+", default=list(streaming.EXPERTS), help="local experts")
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
-    parser.add_argument("--fresh", action="store_true", help="measure again what the files already hold")
+    parser.add_argument("--fresh", action="store_true", help="measure again what the files hold")
     return parser
 
 

@@ -204,8 +204,10 @@ def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[Me
     torch.cuda.synchronize()
 
 
-def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) -> tuple[MeasuredLaunch, float]:
-    """The best launch of one cell, and its microseconds (geometric mean over the routings)."""
+def tune_cell(
+    kernel: str, buffers: Any, columns: int, experts: int, rows: int, incumbent: MeasuredLaunch | None = None
+) -> tuple[MeasuredLaunch, float]:
+    """The best launch of one cell, and its microseconds (geometric mean over the routings); ``incumbent`` is a finalist."""
     expected_m, cell = _cell(kernel, buffers, experts, rows)
     run = cell.runs[0]
     tiles = _REQUANT_TILES if kernel == "requant" else _SILU_TILES
@@ -217,6 +219,8 @@ def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) 
         candidates = list(dict.fromkeys([*best, *next_stage(best)]))
         _compile_ahead(run, candidates)
         best = cell.best(candidates, _KEPT)
+    if incumbent is not None and incumbent not in best:
+        best.append(incumbent)
     best.append(_rule(kernel, columns, expected_m, experts))
     times, engine = cell.times(best, _FINAL_REPEATS)
     scores = _scores(times, engine)
@@ -224,6 +228,16 @@ def tune_cell(kernel: str, buffers: Any, columns: int, experts: int, rows: int) 
     if scores[-1] <= scores[winner] * _NOISE:
         winner = len(best) - 1
     return best[winner], geometric_mean(times[winner])
+
+
+def _launches_of(path: Path, gpu: str) -> dict[tuple[str, int, int], list[MeasuredLaunch]]:
+    table = launch_table.parse(tuned_config.read_tuned(path, {"gpu": gpu, "schedule": launch_table.SCHEDULE}))
+    return {
+        (kernel, columns, count): list(entries)
+        for kernel, by_columns in table.items()
+        for columns, by_experts in by_columns.items()
+        for count, entries in by_experts.items()
+    }
 
 
 def tune(
@@ -234,7 +248,19 @@ def tune(
     rows: Sequence[int],
     keep: bool = True,
 ) -> Path:
-    """Tune every cell and write ``out`` after each; with ``keep`` the cells that the file already holds are not repeated."""
+    """Tune every cell and write ``out`` after each.
+
+    Args:
+        out: the tuned file; what it holds of other cells stays.
+        hidden: K of the requant, one entry a size.
+        inner: N of SiLU-and-multiply.
+        experts: local experts.
+        rows: mean live rows per expert.
+        keep: leave cells that the file holds; otherwise they are measured again, against the launch in the file too.
+
+    Raises:
+        TunedConfigError: ``keep``, and the file is malformed or of another GPU or schedule.
+    """
     gpu = tuned_config.gpu_name() or ""
     metadata: dict[str, str] = {
         "gpu": gpu,
@@ -246,12 +272,12 @@ def tune(
         "kernel_version": "none",
     }
     launches: dict[tuple[str, int, int], list[MeasuredLaunch]] = {}
-    if keep and out.is_file():
-        table = launch_table.parse(tuned_config.read_tuned(out, {"gpu": gpu, "schedule": launch_table.SCHEDULE}))
-        for kernel, by_columns in table.items():
-            for columns, by_experts in by_columns.items():
-                for count, entries in by_experts.items():
-                    launches[kernel, columns, count] = list(entries)
+    if out.is_file():
+        try:
+            launches = _launches_of(out, gpu)
+        except (ValueError, KeyError, TypeError) as error:
+            if keep:
+                raise tuned_config.TunedConfigError(f"{out}: {error}; --fresh starts anew") from error
     kinds = [
         ("requant", k // streaming.GROUP, lambda k=k: streaming.RequantBuffers(max(experts), streaming.PADDED, k))
         for k in hidden
@@ -263,10 +289,11 @@ def tune(
             for count, row in itertools.product(experts, rows):
                 done = launches.setdefault((kernel, columns, count), [])
                 expected_m = streaming.Cell(count, streaming.PADDED, row, "even").expected_m()
-                if not any(entry.expected_m == expected_m for entry in done):
+                incumbent = next((entry for entry in done if entry.expected_m == expected_m), None)
+                if incumbent is None or not keep:
                     buffers = make_buffers() if buffers is None else buffers
-                    winner, microseconds = tune_cell(kernel, buffers, columns, count, row)
-                    done.append(winner)
+                    winner, microseconds = tune_cell(kernel, buffers, columns, count, row, incumbent)
+                    done[:] = [*(entry for entry in done if entry is not incumbent), winner]
                     tuned_config.write_tuned(
                         out, metadata, launch_table.to_data({k: v for k, v in launches.items() if v})
                     )

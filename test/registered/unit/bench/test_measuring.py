@@ -299,6 +299,30 @@ def test_the_tuner_keeps_the_fastest_and_resumes(tiny, tmp_path, monkeypatch):
     seen = len(measured)
     tune_streaming.tune(out, [256], [], [2], [1])
     assert len(measured) == seen and json.loads(out.read_text()) == content
+    # Measured again, the launch in the file is a finalist, although no stage proposes it; other cells of the file stay.
+    incumbent = {**winner, "m_grid": 7}
+    other = {**winner, "expected_m": 9}
+    content["data"]["requant"]["2"]["2"] = [incumbent, other]
+    out.write_text(json.dumps(content))
+    wanted["m_grid"] = 7
+    tune_streaming.tune(out, [256], [], [2], [1], keep=False)
+    assert len(measured) > seen
+    assert json.loads(out.read_text())["data"]["requant"]["2"]["2"] == [incumbent, other]
+
+
+def test_a_malformed_file_is_not_tuned_over_unasked(tiny, tmp_path, monkeypatch):
+    Clock(monkeypatch, lambda run: 1.0)
+    monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", dict.fromkeys((True, False), ((1, 2, 1), (2, 1, 1))))
+    monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
+    monkeypatch.setattr(tune_streaming, "_rule", lambda *args: launch_table.MeasuredLaunch(2, 2, 4, 2, 1, 4, 1, 0))
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "Test GPU")
+    out = tmp_path / "streaming_test_gpu.json"
+    out.write_text("{}")
+    with pytest.raises(tuned_config.TunedConfigError, match="no metadata"):
+        tune_streaming.tune(out, [256], [], [2], [1])
+    assert out.read_text() == "{}"
+    tune_streaming.tune(out, [256], [], [2], [1], keep=False)
+    assert json.loads(out.read_text())["data"]["requant"]
 
 
 def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypatch):
