@@ -87,8 +87,10 @@ def _first_stage(
     for row_block, col_block, warps in tiles:
         if col_block >= 2 * columns:
             continue
-        # From half of the mean rows in flight per expert up to four times as many; the estimate is one above the mean.
-        wanted = {max(1, math.ceil((expected_m - 1) * factor / row_block)) for factor in (0.5, 1, 2, 4)}
+        # From half of the mean rows in flight per expert up to four times as many; the estimate is one above the mean. With
+        # many rows also programs that loop, so that what a program does once is paid for less often.
+        factors = (0.5, 1, 2, 4) if expected_m <= _LATENCY_ROWS + 1 else (0.125, 0.25, 0.5, 1, 2, 4)
+        wanted = {max(1, math.ceil((expected_m - 1) * factor / row_block)) for factor in factors}
         for m_grid in sorted({min(64, triton.next_power_of_2(value)) for value in wanted}):
             # Enough of phase 2 for the skewed routing, or its time would judge what is chosen only later.
             hot_blocks = math.ceil((streaming.SKEW - 2) * (expected_m - 1) / row_block)

@@ -46,6 +46,8 @@ MAX_RELATIVE_ERROR = 0.003
 # What a tile may lose to the fastest under random routing, and to the engine's call in any routing: tight, then loose.
 CLOSE = ((1.02, 1.01), (1.03, 1.02))
 ROUTING_WEIGHTS = {"random": 2.0, "skew16": 1.0}
+# Half the inter-quartile range, relative to the median, from which more turns are taken, and how often.
+_QUIET, _ROUNDS_MAX = 0.005, 5
 # Largest m worth probing: 64 experts of 512 rows are 32768, and no known limit is above 4096.
 LARGEST_M = 16384
 
@@ -331,6 +333,7 @@ def time_runs(
 
     Args:
         runs: by name, a function of the launch's index (which weights to read).
+        repeats: turns of every run, and as many again while one of them spreads more than 0.5%, five times at most.
         target_us: a graph holds as many calls as fill this time, so that the launch of a graph does not count.
     """
     if device.type != "cuda":
@@ -350,22 +353,29 @@ def time_runs(
             graphs[name].capture_end()
     for graph in graphs.values():
         graph.replay()
-    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            pair[0].record()
-            graph.replay()
-            pair[1].record()
-            events[name].append(pair)
-    torch.cuda.synchronize(device)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for _ in range(_ROUNDS_MAX):
+        events = []
+        for _ in range(repeats):
+            # Every turn begins with the next run: none is always the first behind another.
+            order.append(order.pop(0))
+            for name in order:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graphs[name].replay()
+                end.record()
+                events.append((name, start, end))
+        torch.cuda.synchronize(device)
+        for name, start, end in events:
+            times[name].append(start.elapsed_time(end) * 1e3 / launches[name])
+        found = {name: _median_and_spread(values) for name, values in times.items()}
+        if max(spread for _, spread in found.values()) < _QUIET:
+            break
     del graph
     graphs.clear()
     torch.cuda.empty_cache()
-    return {
-        name: _median_and_spread([start.elapsed_time(end) * 1e3 / launches[name] for start, end in pairs])
-        for name, pairs in events.items()
-    }
+    return found
 
 
 def _time_runs_cpu(runs: Mapping[str, Callable[[int], None]], repeats: int) -> dict[str, tuple[float, float]]:
