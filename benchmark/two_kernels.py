@@ -67,14 +67,26 @@ SEARCH_REPEATS = 5
 Result = dict[str, Any]
 
 
-def candidates(rows: int, gate_up: bool) -> list[GroupedGemmLaunch]:
-    """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few."""
+def candidates(rows: int, gate_up: bool, wide: bool = False) -> list[GroupedGemmLaunch]:
+    """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few.
+
+    Without ``wide`` only those near what was best in wide searches on an H200: tiles of 128 columns, four warps and three
+    stages; a deeper pipeline, narrower tiles and eight warps cost 1 to 60% there as long as a step had at most 32 rows.
+    """
     blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
     found = []
     for block_n, block_m, groups, warps, stages in itertools.product((64, 128), blocks_m, (1, 2), (4, 8), (3, 4, 5)):
         accumulators = block_n * block_m * (2 if gate_up else 1) // (warps * 32)
         # A warp group works on 64 rows of the weights; more accumulators than this a thread spill.
         if block_n < 16 * warps or accumulators > 128 or (groups == 2 and stages > 3):
+            continue
+        few_rows = block_m <= 32
+        if not wide and (
+            stages > 4
+            or (few_rows and (block_n, warps) != (128, 4))
+            or (groups == 2 and block_m > 8)
+            or (not few_rows and (stages > 3 or accumulators > 64))
+        ):
             continue
         # With few rows a look-up only costs; with many it saves matrix products.
         for look_up in (False, True) if block_m >= 64 else (False,):
@@ -181,19 +193,22 @@ def launch_of(name: str) -> GroupedGemmLaunch:
     return GroupedGemmLaunch(*map(int, numbers), look_up=look_up == "True")
 
 
-def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> Result:
+def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell, wide: bool) -> Result:
     """Medians of every candidate of both kernels, by its name; one that cannot be launched here is left out."""
     runs = LayerRuns(layer, regrouped, cell)
     found: Result = {"expected_m": cell.expected_m()}
     for gemm, make in zip(GEMMS, (runs.gate_up, runs.down), strict=True):
-        providers = {launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up")}
-        # The assembler runs outside of the interpreter's lock.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=12) as pool:
+        providers = {launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up", wide)}
+        # The assembler runs outside of the interpreter's lock. A new thread has no context until it asks for one, and where
+        # nothing is left to compile, a tensor map is the first thing that it would make.
+        with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
             outcomes = list(pool.map(_error_of_call, providers.values()))
         failed = [name for name, error in zip(providers, outcomes, strict=True) if error]
         torch.cuda.synchronize()
         for name in failed:
             del providers[name]
+        if not providers:
+            raise SystemExit(f"two_kernels: no candidate of {gemm} can be launched for {cell}: {outcomes[0]}")
         medians = interleaved_medians(providers, SEARCH_REPEATS)
         found[gemm] = {name: round(us, 2) for name, us in medians.items()}
     return found
@@ -384,7 +399,8 @@ def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callabl
     layer.a2_scale.mul_(second)
     runs = LayerRuns(layer, Regrouped(layer), cell)
     expected = reference_rows(layer, cell, runs.x, runs.x_scale)
-    launches = (grouped_gemm_table.rule(block_n, rows) for block_n in grouped_gemm_table.RULE_BLOCK_NS)
+    first, second = grouped_gemm_table.RULE_BLOCK_NS
+    launches = (grouped_gemm_table.rule(first, rows, gate_up=True), grouped_gemm_table.rule(second, rows))
     providers = {"triton": runs.whole(*launches), **moe_layer.chains(layer, cell, kernel)}
     errors: Result = {}
     for name, run in providers.items():
@@ -436,7 +452,7 @@ def run_search(
     for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="search", disable=None):
         key = key_of(cell, options)
         if not _matching(done, key):
-            done.append({**key, **search_cell(layer, regrouped, cell)})
+            done.append({**key, **search_cell(layer, regrouped, cell, options.wide)})
             write_json(path, {"meta": meta, "cells": done})
     return done
 
@@ -490,6 +506,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="results file; a second run goes on with it")
     parser.add_argument("--search", type=Path, help="the candidates' times (default: beside the results)")
+    parser.add_argument(
+        "--wide", action="store_true", help="search every launch that fits, not only those near the known best"
+    )
     parser.add_argument(
         "--table", type=Path, metavar="FOLDER", help="write the tuned table for servers into this folder"
     )

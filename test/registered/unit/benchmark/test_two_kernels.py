@@ -56,7 +56,9 @@ def test_a_launch_is_read_from_its_name():
 def test_every_candidate_could_stand_in_a_table():
     for rows in bench.ROWS:
         for gate_up in (True, False):
-            for launch in bench.candidates(rows, gate_up):
+            narrow, every = bench.candidates(rows, gate_up), bench.candidates(rows, gate_up, wide=True)
+            assert narrow and set(narrow) < set(every)
+            for launch in every:
                 hints = grouped_gemm_table._hints(launch)
                 parts = 2 if gate_up else 1
                 assert grouped_gemm_table._parse_launch(hints, launch.block_n, 2048, 7168, parts) == launch

@@ -179,18 +179,20 @@ def to_data(table: Table) -> dict[str, Any]:
     return {"shapes": shapes}
 
 
-def rule(block_n: int, rows: int) -> GroupedGemmLaunch:
-    """Without a table: a step over the rows is one tile up to 64 rows, a pipeline deep enough to cover memory's latency, and
-    the look-up where matrix products count more than instructions."""
+def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
+    """Without a table: a step over the rows is one tile up to 64 rows, as long as a thread can hold its accumulators, and the
+    look-up where matrix products count more than instructions. Depth and warps are those that were best on an H200."""
     # A second step reads the weights again, so the smallest tile is for rows that hardly ever exceed it.
-    block_m = 8 if rows <= 2 else 16 if rows <= 16 else 32 if rows <= 32 else 64
-    # What fits beside two blocks of the same kernel on one processor.
-    return GroupedGemmLaunch(block_n, block_m, 1, 4, 4 if block_m < 64 else 3, look_up=block_m >= 64)
+    block_m = 8 if rows <= 4 else 16 if rows <= 16 else 32 if rows <= 32 else 64
+    threads, parts = 4 * 32, 2 if gate_up else 1
+    block_m = min(block_m, _RULE_ACCUMULATORS * threads // (block_n * parts))
+    return GroupedGemmLaunch(block_n, block_m, 1, 4, 3, look_up=block_m >= 64)
 
 
-# The layout without a table: the first GEMM's tile is then 64 gate rows and their 64 up rows, which any N that is supported
-# holds.
-RULE_BLOCK_NS = (64, 64)
+# Accumulators a thread from which the rule keeps away: with twice as many the compiler spills.
+_RULE_ACCUMULATORS = 64
+# The layout without a table.
+RULE_BLOCK_NS = (128, 128)
 
 
 @functools.cache
@@ -220,7 +222,7 @@ def launches(
         return pair.gate_up, pair.down
     # The estimate is one above the mean.
     rows = ROWS_WITHOUT_ESTIMATE if expected_m is None else max(1, expected_m - 1)
-    return rule(block_ns[0], rows), rule(block_ns[1], rows)
+    return rule(block_ns[0], rows, gate_up=True), rule(block_ns[1], rows)
 
 
 def clear_cache() -> None:

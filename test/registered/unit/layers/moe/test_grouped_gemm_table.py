@@ -146,11 +146,11 @@ def test_the_nearest_experts_and_rows_are_taken(tmp_path):
 def test_weights_of_another_layout_take_the_rule(tmp_path):
     write(tmp_path / "user", one(entry(2, gate_up=hints(num_stages=7))))
     assert table.launches(GPU, N, K, 64, (64, 128), 2)[0].num_stages == 7
-    assert table.launches(GPU, N, K, 64, (64, 64), 2) == (table.rule(64, 1), table.rule(64, 1))
+    assert table.launches(GPU, N, K, 64, (64, 64), 2) == (table.rule(64, 1, gate_up=True), table.rule(64, 1))
 
 
 @pytest.mark.parametrize(
-    "expected_m, block_m", [(None, 16), (1, 8), (3, 8), (4, 16), (17, 16), (18, 32), (33, 32), (34, 64), (999, 64)]
+    "expected_m, block_m", [(None, 16), (1, 8), (5, 8), (6, 16), (17, 16), (18, 32), (33, 32), (34, 64), (999, 64)]
 )
 def test_without_a_file_the_tile_follows_the_rows(expected_m, block_m):
     for launch in table.launches(None, N, K, 64, (64, 128), expected_m):

@@ -367,7 +367,7 @@ def regrouped():
 
 result["same"] = regrouped()
 if rank:
-    grouped_gemm_table.RULE_BLOCK_NS = (64, 32)
+    grouped_gemm_table.RULE_BLOCK_NS = (64, 128)
 result["other tiles"] = regrouped()
 if rank:
     two_kernels.capability = lambda device: (10, 0)
@@ -411,7 +411,7 @@ def test_every_form_of_a_payload_is_served(low_latency, form):
 
 def test_the_log_says_once_what_serves_the_experts(low_latency):
     (line,) = low_latency.lines("experts served")
-    assert line.endswith("sglang-w4afp8: experts served by the Triton grouped GEMMs, tiles of 64 and 64 columns")
+    assert line.endswith("sglang-w4afp8: experts served by the Triton grouped GEMMs, tiles of 128 and 128 columns")
     (call,) = low_latency.lines("first low-latency call")
     assert "backend=triton" in call
 
