@@ -171,6 +171,13 @@ _RATIOS = (
 _MICROSECONDS = "Microseconds and ratios, geometric means over even, random and 16-fold skewed routing."
 # Rows per expert and experts of the tables in microseconds: decode of a small and of a large batch, on many ranks and few.
 _ROWS, _EXPERTS = (1, 8, 32, 128), (8, 64, 256)
+_GEMM_COLUMNS = (
+    total("engine", "engine_us"),
+    total("ours", "ours_us"),
+    ratio_of_totals("engine / ours", "engine_us", "ours_us"),
+    ratio_of_totals("best / ours", "best_us", "ours_us"),
+)
+_GEMM_CELLS = {"routing": ("random",), "padded": (512, 1024), "k": (7168, 2048)}
 
 RESULT_TABLES: tuple[ResultTable, ...] = (
     ResultTable(
@@ -248,22 +255,19 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         note=(
             "Microseconds of the two GEMMs together, random routing, buffers where the engine's call is right. Where the "
             "padded rows per expert are no multiple of 512 the engine's result is wrong, and there is nothing to compare. "
-            "Best: the fastest compiled tile of each, found by trying all."
+            "Best: the fastest compiled tile of each, found by trying all. sglang-kernel 0.4.7."
         ),
-        group_by=("kernel_version", "experts", "rows"),
-        columns=(
-            total("engine", "engine_us"),
-            total("ours", "ours_us"),
-            ratio_of_totals("engine / ours", "engine_us", "ours_us"),
-            ratio_of_totals("best / ours", "best_us", "ours_us"),
-        ),
-        where={
-            "routing": ("random",),
-            "experts": (32, 64, 256),
-            "rows": (1, 8, 16, 32, 64, 128),
-            "padded": (512, 1024),
-            "k": (7168, 2048),
-        },
+        group_by=("experts", "rows"),
+        columns=_GEMM_COLUMNS,
+        where={**_GEMM_CELLS, "kernel_version": ("0.4.7",), "experts": (32, 64, 256), "rows": (1, 8, 16, 32, 64, 128)},
+    ),
+    ResultTable(
+        title="Both grouped GEMMs with other versions of sglang-kernel",
+        file="h200/gemm_tiles.json",
+        note="As above, 64 experts. Other versions have other tiles behind the same names, so each has a table of its own.",
+        group_by=("kernel_version", "rows"),
+        columns=_GEMM_COLUMNS,
+        where={**_GEMM_CELLS, "experts": (64,), "rows": (8, 16, 32, 64, 128)},
     ),
     ResultTable(
         title="Grouped GEMM against a float reference",
@@ -413,6 +417,9 @@ def expectations_section(results: Path = RESULTS) -> str:
     streaming, gemms = (
         [cell for cell in json.loads(path.read_text())["cells"] if cell["routing"] == "random"] for path in paths
     )
+    # One version of the compiled kernels: what they differ by is small, and a sum over them is nobody's layer.
+    newest = max((tuple(map(int, cell["kernel_version"].split("."))) for cell in gemms), default=())
+    gemms = [cell for cell in gemms if tuple(map(int, cell["kernel_version"].split("."))) == newest]
     rows = []
     for experts, mean_rows in itertools.product((32, 64, 256), _EXPECTED_ROWS):
         here = [
@@ -448,6 +455,69 @@ def expectations_section(results: Path = RESULTS) -> str:
         f"{_DEEPSEEK_V3_MOE_LAYERS} layers, ms a step",
     ]
     return markdown_table(headings, rows, "---:")
+
+
+# Measured with a second Triton in the same way: the kernel, its file without the ending, the size that tells its cells apart.
+_TWICE = (
+    ("requant", "requant", "k"),
+    ("requant of bf16", "bf16", "k"),
+    ("SiLU", "silu", "n"),
+    ("the three steps", "streaming", "k"),
+)
+_SECOND_TRITON = "_triton38"
+# A difference from which a cell is counted: below it, two runs with one toolchain differ as well.
+_TOOLCHAIN_DIFFERENCE = 1.03
+
+
+def _by_shape(path: Path, size: str) -> tuple[str, dict[tuple[Any, ...], list[Cell]]]:
+    """The Triton of a results file, and its cells by size, experts and rows."""
+    content = json.loads(path.read_text())
+    found: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in content["cells"]:
+        found.setdefault((cell[size], cell["experts"], cell["rows"]), []).append(cell)
+    return content["meta"]["triton"], found
+
+
+def toolchains_section(results: Path = RESULTS) -> str:
+    """The streaming kernels with a second Triton beside the first: times of one divided by those of the other."""
+    rows, tritons = [], set()
+    for kernel, name, size in _TWICE:
+        paths = [results / "h200" / f"{name}{suffix}.json" for suffix in ("", _SECOND_TRITON)]
+        if not all(path.is_file() for path in paths):
+            continue
+        (one_triton, one_run), (other_triton, other_run) = (_by_shape(path, size) for path in paths)
+        tritons.add((one_triton, other_triton))
+        shapes = sorted(set(one_run) & set(other_run))
+
+        def quotient(shape: tuple[Any, ...], name: str, one_run=one_run, other_run=other_run) -> float:
+            return geometric_mean([c[name] for c in other_run[shape]]) / geometric_mean(
+                [c[name] for c in one_run[shape]]
+            )
+
+        ours, copies = ([quotient(shape, field) for shape in shapes] for field in ("ours_us", "copy_us"))
+        has_engine = all(cell["engine_us"] for shape in shapes for cell in (*one_run[shape], *other_run[shape]))
+        engine = f"{geometric_mean([quotient(shape, 'engine_us') for shape in shapes]):.3f}" if has_engine else ""
+        slower = [(value, shape) for value, shape in zip(ours, shapes, strict=True) if value > _TOOLCHAIN_DIFFERENCE]
+        worst = ", ".join(
+            f"{size} {a} E {b} rows {c}: {value:.2f}" for value, (a, b, c) in sorted(slower, reverse=True)[:4]
+        )
+        rows.append(
+            [
+                kernel,
+                str(len(shapes)),
+                f"{geometric_mean(ours):.3f}",
+                engine,
+                f"{geometric_mean(copies):.3f}",
+                f"{len(slower)}{f' ({worst})' if worst else ''}",
+            ]
+        )
+    if not rows:
+        return "Not measured yet.\n"
+    if len(tritons) != 1:
+        raise RenderError(f"{results}/h200: the files of two toolchains are of several: {sorted(tritons)}")
+    ((one, other),) = tritons
+    headings = ["kernel", "shapes", "ours", "engine's", "copy", "ours more than 3% slower"]
+    return f"Time with Triton {other} divided by time with Triton {one}.\n\n{markdown_table(headings, rows)}"
 
 
 def patches_section() -> str:
@@ -493,6 +563,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
     "switches": switches.markdown_table,
     "results": results_section,
     "expectations": expectations_section,
+    "toolchains": toolchains_section,
 }
 
 

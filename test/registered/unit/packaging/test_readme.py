@@ -201,7 +201,8 @@ def test_what_to_expect_adds_the_kernels_of_a_layer(renderer: ModuleType, tmp_pa
     (tmp_path / "h200").mkdir()
     point = {"experts": 64, "rows": 16, "routing": "random", "ours_us": 100.0}
     gemm = [
-        {**point, "n": n, "k": k, "padded": padded, "engine_us": 250.0}
+        {**point, "n": n, "k": k, "padded": padded, "engine_us": 250.0, "kernel_version": version}
+        for version in ("0.4.9", "0.4.10")
         for n, k, padded in ((4096, 7168, 512), (7168, 2048, 512), (4096, 7168, 384), (4096, 3584, 512))
     ]
     for name, cells in (("streaming", [{**point, "engine_us": 110.0}]), ("gemm_tiles", gemm)):
@@ -209,6 +210,42 @@ def test_what_to_expect_adds_the_kernels_of_a_layer(renderer: ModuleType, tmp_pa
     (row,) = [line for line in renderer.expectations_section(tmp_path).splitlines() if line.startswith("| 6")]
     # 10 us of the streaming steps and 150 of either GEMM; 310 us x 58 layers.
     assert row == "| 64 | 16 | 10 | 300 | 310 | 18.0 |"
+
+
+def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.toolchains_section(tmp_path) == "Not measured yet.\n"
+    (tmp_path / "h200").mkdir()
+
+    def save(name: str, triton: str, times: dict[int, float], engine: float | None) -> None:
+        cells = [
+            {
+                "n": 2048,
+                "experts": 64,
+                "rows": rows,
+                "routing": routing,
+                "ours_us": us,
+                "engine_us": engine,
+                "copy_us": 1.0,
+            }
+            for rows, us in times.items()
+            for routing in ("even", "random")
+        ]
+        content = {"meta": META | {"triton": triton}, "cells": cells}
+        (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
+
+    save("silu", "1.0", {1: 2.0, 2: 2.0, 4: 2.0, 8: 2.0}, 4.0)
+    # The shape that one of the runs lacks is left out.
+    save("silu_triton38", "2.0", {1: 2.0, 2: 2.5, 4: 1.6}, 5.0)
+    section = renderer.toolchains_section(tmp_path)
+    assert section.startswith("Time with Triton 2.0 divided by time with Triton 1.0.")
+    assert section.splitlines()[-1] == "| SiLU | 3 | 1.000 | 1.250 | 1.000 | 1 (n 2048 E 64 rows 2: 1.25) |"
+    for suffix, triton in (("", "1.0"), ("_triton38", "3.0")):
+        save(f"silu{suffix}", triton, {1: 2.0}, None)
+    assert renderer.toolchains_section(tmp_path).splitlines()[-1] == "| SiLU | 1 | 1.000 |  | 1.000 | 0 |"
+    (tmp_path / "h200" / "requant.json").write_text((tmp_path / "h200" / "silu.json").read_text().replace('"n"', '"k"'))
+    (tmp_path / "h200" / "requant_triton38.json").write_text((tmp_path / "h200" / "requant.json").read_text())
+    with pytest.raises(renderer.RenderError, match="files of two toolchains are of several"):
+        renderer.toolchains_section(tmp_path)
 
 
 def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: Path) -> None:
