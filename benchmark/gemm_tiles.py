@@ -129,7 +129,7 @@ def _by_tile(entry: dict[str, Any], quantity: str) -> dict[str, float]:
     return {entry["chosen"] if name == "chosen" else name: x for name, x in entry["verify"][quantity].items()}
 
 
-def _choice(cell: tuning.Cell, table: w4a8_gemm.GemmTileTable | None) -> w4a8_gemm.TileChoice:
+def _choice(cell: tuning.Cell, table: w4a8_gemm.GemmTileTable | None) -> w4a8_gemm.Choice:
     sizes = (cell.n, cell.k, cell.experts, cell.padded, cell.expected_m, tuning.MODEL_TOPK)
     return w4a8_gemm.choose_tile(*sizes, table)
 

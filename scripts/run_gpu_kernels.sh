@@ -58,7 +58,8 @@ stage_sanitize() {
       test/registered/kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py \
       test/registered/kernels/ops/moe/test_silu_and_mul_masked_quant.py \
       test/registered/kernels/ops/moe/test_w4a8_two_kernels.py \
-      -k "hot or tails or empty or problem_sizes or past or exact or float64 or one_expert_after_another" \
+      test/registered/kernels/ops/moe/test_problem_sizes.py \
+      -k "one_part or hot or tails or empty or problem_sizes or past or exact or float64 or one_expert_after_another" \
       --junitxml="$log.xml" | tail -3 || failed=1
     tail -2 "$log"
     python3 scripts/device_summary.py "$log.xml" --log "$log" --out "$out/sanitize_$tool$tag.json" || failed=1

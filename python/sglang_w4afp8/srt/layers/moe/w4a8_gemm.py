@@ -15,8 +15,9 @@ us per GEMM on one H200, E = 64, M = 512, random routing, sglang-kernel 0.4.5 (t
     32     751 / 473        448 / 285
     128    2513 / 1349      1400 / 686
 
-Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. Choosing at run time from the
-live row counts was rejected: they are on the device, and a captured graph fixes the tile at capture.
+Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. The live row counts are on the
+device and a captured graph fixes the tile at capture, so one launch has one tile whatever the rows of its experts; but a
+table may name a split, which is two launches, one over the experts with few rows and one over the others.
 
 A choice is only ever a matter of speed: every tile gives the right result for every number of rows.
 """
@@ -36,6 +37,7 @@ from typing import Any
 import torch
 
 from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe.problem_sizes import split_problem_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +132,45 @@ class TileChoice:
         return not self.as_shipped and not self.name.startswith(RULE_PREFIX)
 
 
+# Between the parts of a split's name: "m5-32|16|m257-1024".
+_SPLIT = "|"
+
+
+@dataclass(frozen=True)
+class SplitChoice:
+    """Two launches: experts of at most `rows` live rows with one tile, those of more with another.
+
+    The mean of an estimate hides that a tile of 16 rows serves 16 rows best and 17 rows badly; here every expert gets the
+    tile of its own rows. It costs a second launch and a small kernel, so it is for many experts near a tile's edge.
+    """
+
+    few: TileChoice
+    rows: int
+    many: TileChoice
+
+    @property
+    def name(self) -> str:
+        return split_name(self.few.name, self.rows, self.many.name)
+
+
+def split_name(few: str, rows: int, many: str) -> str:
+    """Name of a split in tables and results, from its tiles' names."""
+    return _SPLIT.join((few, str(rows), many))
+
+
+def _split_parts(name: str) -> tuple[str, int, str] | None:
+    """What `split_name` was given, or None for the name of one tile. Raises ValueError where it is malformed."""
+    if _SPLIT not in name:
+        return None
+    few, rows, many = name.split(_SPLIT)
+    if int(rows) < 1 or few == many:
+        raise ValueError(f"split: {name!r}, must be two tiles around at least one row")
+    return few, int(rows), many
+
+
+Choice = TileChoice | SplitChoice
+
+
 @dataclass(frozen=True)
 class ShapeTable:
     """Measured tiles of one (n, k): the buckets, and per (experts, rows) their names from best to worst."""
@@ -163,7 +204,8 @@ class GemmTileTable:
             orders = {}
             for choice in shape["choices"]:
                 order = tuple(choice["order"])
-                if not order or not known.issuperset(order):
+                parts = [_split_parts(name) or (name, 0, name) for name in order]
+                if not order or not known.issuperset(tile for few, _, many in parts for tile in (few, many)):
                     raise ValueError(f"order: {order} names no bucket of n {shape['n']}, k {shape['k']}")
                 orders[int(choice["experts"]), int(choice["rows"])] = order
             if not buckets or not orders:
@@ -214,8 +256,9 @@ def choose_tile(
     expected_m: int | None,
     topk: int,
     table: GemmTileTable | None = None,
-) -> TileChoice:
-    """Tile for one GEMM, from the measured table or, for a shape it lacks, from `DEFAULT_RULE`.
+) -> Choice:
+    """Tile for one GEMM, or two for experts of few and of many rows: from the measured table or, for a shape it lacks,
+    from `DEFAULT_RULE`.
 
     Args:
         n, k: the GEMM's output and input width.
@@ -231,14 +274,22 @@ def choose_tile(
     shape = table.shapes.get((n, k)) if table is not None else None
     if shape is not None:
         buckets = {bucket.name: bucket for bucket in shape.buckets}
-        for name in shape.order(num_experts, rows):
+
+        def tile(name: str) -> TileChoice | None:
             if name == AS_SHIPPED:
-                if engine_is_right:
-                    return _as_shipped(num_experts, topk)
-                continue
+                return _as_shipped(num_experts, topk) if engine_is_right else None
             bucket_topk = buckets[name].topk_for(total_rows)
-            if bucket_topk is not None:
-                return TileChoice(name, bucket_topk, total_rows // bucket_topk)
+            return None if bucket_topk is None else TileChoice(name, bucket_topk, total_rows // bucket_topk)
+
+        for name in shape.order(num_experts, rows):
+            parts = _split_parts(name)
+            if parts is None:
+                choice: Choice | None = tile(name)
+            else:
+                few, many = tile(parts[0]), tile(parts[2])
+                choice = SplitChoice(few, parts[1], many) if few and many else None
+            if choice is not None:
+                return choice
     m, engine_first = DEFAULT_RULE.get((n, k), DEFAULT_RULE[None]).step(rows)
     if engine_first and engine_is_right:
         return _as_shipped(num_experts, topk)
@@ -407,7 +458,7 @@ def w4a8_grouped_gemm(
     expected_m: int | None,
     topk: int,
     kernel: Kernel | None = None,
-    choice: TileChoice | None = None,
+    choice: Choice | None = None,
 ) -> None:
     """W4A8 grouped GEMM over DeepEP's padded buffers, into `out`'s live rows; padding rows are left as they are.
 
@@ -441,23 +492,29 @@ def w4a8_grouped_gemm(
     if signature.stand_down_reason is not None:
         _warn_once("stand down", f"w4afp8: grouped GEMM called as the engine does: {signature.stand_down_reason}")
         choice = TileChoice(AS_SHIPPED, topk, num_experts // topk)
-    extra = {}
-    if signature.expected_rows_parameter is not None:
-        # A measured bucket names its m; without one the engine's own estimate is passed on.
-        estimate = choice.m if choice.measured else expected_m
-        extra[signature.expected_rows_parameter] = max(1, estimate or ROWS_WITHOUT_ESTIMATE)
-    strides = (problem_sizes, a_strides, b_strides, c_strides, s_strides)
-    if choice.as_shipped:
-        offsets = expert_offsets[:num_experts]
-        kernel(out, a, w_q, a_scale, w_scale, offsets, *strides, GROUP_SIZE, choice.topk, **extra)
-        return
-    offsets = expert_row_offsets(num_experts, padded_rows, a.device)
-    rows_a, rows_out = a.view(-1, k), out.view(-1, n)
-    kernel(rows_out, rows_a, w_q, a_scale, w_scale, offsets, *strides, GROUP_SIZE, choice.topk, **extra)
+    parts: list[tuple[TileChoice, torch.Tensor]] = []
+    if isinstance(choice, SplitChoice):
+        few, many = split_problem_sizes(problem_sizes, choice.rows)
+        parts = [(choice.few, few), (choice.many, many)]
+    else:
+        parts = [(choice, problem_sizes)]
+    strides = (a_strides, b_strides, c_strides, s_strides)
+    for tile, sizes in parts:
+        extra = {}
+        if signature.expected_rows_parameter is not None:
+            # A measured bucket names its m; without one the engine's own estimate is passed on.
+            estimate = tile.m if tile.measured else expected_m
+            extra[signature.expected_rows_parameter] = max(1, estimate or ROWS_WITHOUT_ESTIMATE)
+        if tile.as_shipped:
+            offsets, rows_a, rows_out = expert_offsets[:num_experts], a, out
+        else:
+            offsets = expert_row_offsets(num_experts, padded_rows, a.device)
+            rows_a, rows_out = a.view(-1, k), out.view(-1, n)
+        kernel(rows_out, rows_a, w_q, a_scale, w_scale, offsets, sizes, *strides, GROUP_SIZE, tile.topk, **extra)
 
 
 @lru_cache(maxsize=4096)
-def _cached_choice(n: int, k: int, num_experts: int, padded_rows: int, expected_m: int | None, topk: int) -> TileChoice:
+def _cached_choice(n: int, k: int, num_experts: int, padded_rows: int, expected_m: int | None, topk: int) -> Choice:
     return choose_tile(n, k, num_experts, padded_rows, expected_m, topk, installed_table())
 
 

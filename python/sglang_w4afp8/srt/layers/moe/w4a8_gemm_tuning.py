@@ -16,6 +16,7 @@ where there are more than the cell needs, so that weights come from memory as in
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import statistics
@@ -36,7 +37,15 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     scale_interleave,
 )
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
-from sglang_w4afp8.srt.layers.moe.w4a8_gemm import AS_SHIPPED, Kernel, TileBucket, TileChoice, buckets_from_limits
+from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
+    AS_SHIPPED,
+    Choice,
+    Kernel,
+    SplitChoice,
+    TileBucket,
+    TileChoice,
+    buckets_from_limits,
+)
 
 # The engine's topk for DeepSeek-V3 and its kin; selects the tile of the engine's call together with the experts.
 MODEL_TOPK = 8
@@ -438,29 +447,55 @@ class Cell:
         return (self.experts * self.rows + self.experts) // self.experts
 
 
+# Splits are for this many experts and more: with fewer a second launch costs what it saves.
+_SPLIT_EXPERTS_MIN = 64
+_TILE_ROWS = re.compile(r"co_\d+x(\d+)x")
+
+
 def candidate_tiles(
-    buckets: Sequence[TileBucket], engine_tile: str | None, num_experts: int, padded_rows: int, k: int
-) -> dict[str, TileChoice]:
+    buckets: Sequence[TileBucket],
+    engine_tile: str | None,
+    num_experts: int,
+    padded_rows: int,
+    k: int,
+    rows: int | None = None,
+) -> dict[str, Choice]:
     """Tiles worth timing, by name: every bucket that can be reached, one per compiled tile, and the engine's 3-D call.
 
-    The 3-D call is left out where its tile is also that of a bucket, and where its result is wrong.
+    The 3-D call is left out where its tile is also that of a bucket, and where its result is wrong. With the mean `rows`
+    also splits: for rows from half a tile's up to twice, that tile for the experts it holds and the next larger for the
+    others.
     """
-    choices: dict[str, TileChoice] = {}
+    choices: dict[str, Choice] = {}
     tiles: set[str] = set()
+    by_rows: dict[int, list[TileChoice]] = {}
+
+    def add(choice: TileChoice, kernel: str | None) -> None:
+        choices[choice.name] = choice
+        found = _TILE_ROWS.match(kernel or "")
+        if found:
+            by_rows.setdefault(int(found[1]), []).append(choice)
+
     for bucket in buckets:
         topk = bucket.topk_for(num_experts * padded_rows)
         if topk is None or (bucket.kernel is not None and bucket.kernel in tiles):
             continue
-        choices[bucket.name] = TileChoice(bucket.name, topk, num_experts * padded_rows // topk)
+        add(TileChoice(bucket.name, topk, num_experts * padded_rows // topk), bucket.kernel)
         if bucket.kernel is not None:
             tiles.add(bucket.kernel)
     if engine_tile not in tiles and w4a8_gemm.engine_gemm_is_right(padded_rows, k):
         topk = max(MODEL_TOPK, -(-num_experts // 32))
-        choices[AS_SHIPPED] = TileChoice(AS_SHIPPED, topk, num_experts // topk)
+        add(TileChoice(AS_SHIPPED, topk, num_experts // topk), engine_tile)
+    if rows is not None and num_experts >= _SPLIT_EXPERTS_MIN:
+        for few_rows, many_rows in itertools.pairwise(sorted(by_rows)):
+            if few_rows <= 2 * rows <= 4 * few_rows:
+                for few, many in itertools.product(by_rows[few_rows], by_rows[many_rows]):
+                    split = SplitChoice(few, few_rows, many)
+                    choices[split.name] = split
     return choices
 
 
-def _runs(problem: GemmProblem, cell: Cell, kernel: Kernel, choice: TileChoice | None) -> Callable[[int], None]:
+def _runs(problem: GemmProblem, cell: Cell, kernel: Kernel, choice: Choice | None) -> Callable[[int], None]:
     """One way to run a cell, by the launch's index; `None` is the engine's own call."""
     a, out = problem.buffers(cell.experts, cell.padded)
     k_strides, n_strides = problem.strides(cell.experts)
@@ -511,7 +546,7 @@ def measure_cell(
     problem: GemmProblem,
     cell: Cell,
     kernel: Kernel,
-    choices: Mapping[str, TileChoice],
+    choices: Mapping[str, Choice],
     repeats: int = 9,
 ) -> dict[str, Any]:
     """us, spread and relative error of the engine's call (`engine`) and of every tile in `choices`."""
@@ -700,7 +735,9 @@ def run_sweep(
             if time.monotonic() > deadline:
                 return False
             probe = probes[f"{cell.n}x{cell.k}"]
-            choices = candidate_tiles(probed_buckets(probe), probe["engine_tile"], cell.experts, cell.padded, cell.k)
+            choices = candidate_tiles(
+                probed_buckets(probe), probe["engine_tile"], cell.experts, cell.padded, cell.k, cell.rows
+            )
             if table is not None:
                 us = entry["sweep"]["us"]
                 fastest = min(us[name] for name in choices)

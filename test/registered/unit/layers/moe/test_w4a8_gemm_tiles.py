@@ -34,12 +34,14 @@ from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning
 from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
     AS_SHIPPED,
     GemmTileTable,
+    SplitChoice,
     TileBucket,
     TileChoice,
     buckets_from_limits,
     choose_tile,
     engine_gemm_takes_expected_rows,
     expert_row_offsets,
+    split_name,
     w4a8_grouped_gemm,
     warn_if_engine_gemm_is_wrong,
 )
@@ -250,6 +252,50 @@ def test_every_candidate_gives_the_same_result(name):
     problem.run(double, choice=TileChoice(name, topk, 0))
     assert problem.out.equal(problem.expected())
     assert double.calls[0].dims == (3 if name == AS_SHIPPED else 2)
+
+
+@pytest.mark.parametrize("few, many", [("m1-4", "m33-256"), (AS_SHIPPED, "m5-32")])
+def test_a_split_gives_every_expert_its_tile(few, many):
+    double = CompiledDispatchDouble(limits={(16, 512): (4, 32, 256), None: (32,)})
+    problem = Problem(n=16, k=512, padded=512, rows=[4, 0, 9, 17, 16])
+
+    def tile(name):
+        topk = 8 if name == AS_SHIPPED else TileBucket(*map(int, name[1:].split("-"))).topk_for(5 * 512)
+        return TileChoice(name, topk, 0)
+
+    seen = []
+
+    def kernel(d, a, b, a_scales, b_scales, offsets, problem_sizes, *rest):
+        seen.append(problem_sizes[:, 1].tolist())
+        double(d, a, b, a_scales, b_scales, offsets, problem_sizes, *rest)
+
+    problem.run(kernel, choice=SplitChoice(tile(few), 9, tile(many)))
+    assert problem.out.equal(problem.expected())
+    assert seen == [[4, 0, 9, 0, 0], [0, 0, 0, 17, 16]]
+    assert [call.dims for call in double.calls] == [3 if few == AS_SHIPPED else 2, 2]
+    assert double.calls[0].bucket != double.calls[1].bucket or few == AS_SHIPPED
+
+
+def test_a_table_may_name_a_split():
+    buckets = [{"low": 1, "high": 4}, {"low": 5, "high": 32}, {"low": 33, "high": None}]
+    split = split_name("m5-32", 16, "m33+")
+    shape = {"n": 16, "k": 512, "buckets": buckets}
+
+    def table(*order):
+        return GemmTileTable.parse({"shapes": [{**shape, "choices": [{"experts": 64, "rows": 16, "order": order}]}]})
+
+    choice = choose_tile(16, 512, 64, 512, 17, 8, table(split, "m33+"))
+    assert isinstance(choice, SplitChoice) and choice.name == split and choice.rows == 16
+    assert (choice.few.name, choice.many.name) == ("m5-32", "m33+")
+    assert 5 <= choice.few.m <= 32 and choice.many.m >= 33
+    # One of its tiles cannot be reached, or is wrong with this buffer: the next in order.
+    shipped = split_name(AS_SHIPPED, 16, "m33+")
+    assert choose_tile(16, 512, 64, 512, 17, 8, table(shipped, "m33+")).name == shipped
+    assert choose_tile(16, 512, 64, 384, 17, 8, table(shipped, "m33+")).name == "m33+"
+    assert choose_tile(16, 512, 1, 16, 17, 8, table(split, "m1-4")).name == "m1-4"
+    for wrong in ("m5-32|16|m99+", "m5-32|0|m33+", "m5-32|x|m33+", "m33+|16|m33+", "m5-32|16", "m5-32|16|m33+|4"):
+        with pytest.raises(ValueError):
+            table(wrong)
 
 
 def test_what_the_kernel_is_given():
@@ -735,6 +781,21 @@ def test_one_candidate_a_compiled_tile_and_the_engines_call_where_it_is_another(
     assert list(tuning.candidate_tiles(buckets, "b", 64, 512, 512)) == ["m1-4", "m5-32", "m257+"]
     assert list(tuning.candidate_tiles(buckets, "d", 64, 384, 512)) == ["m1-4", "m5-32", "m257+"]
     assert list(tuning.candidate_tiles(buckets, "b", 1, 64, 512)) == ["m1-4", "m5-32"]
+
+
+def test_splits_are_candidates_near_a_tiles_edge_and_with_many_experts():
+    kernels = ["pp_64x32x512_c2", "co_128x16x512_c2", "co_128x32x512_c2", "co_128x64x512_c2", "co_128x64x512_c1"]
+    buckets = buckets_from_limits((4, 32, 1024, 4096), kernels)
+
+    def splits(experts, rows, engine_tile="co_128x32x512_c2"):
+        return [name for name in tuning.candidate_tiles(buckets, engine_tile, experts, 512, 512, rows) if "|" in name]
+
+    assert splits(64, 16) == ["m5-32|16|m33-1024", "m33-1024|32|m1025-4096", "m33-1024|32|m4097+"]
+    assert splits(64, 8) == ["m5-32|16|m33-1024"]
+    assert splits(64, 64) == ["m33-1024|32|m1025-4096", "m33-1024|32|m4097+"]
+    assert splits(64, 4) == splits(64, 128) == splits(32, 16) == splits(64, None) == []
+    # The engine's own call where its tile is no bucket's.
+    assert splits(64, 8, "co_128x16x512_c1") == ["m5-32|16|m33-1024", f"{AS_SHIPPED}|16|m33-1024"]
 
 
 def test_the_sweep_measures_checks_chooses_and_resumes(monkeypatch):
