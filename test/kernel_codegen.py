@@ -416,11 +416,11 @@ _ELEMENT_WISE_SCALES = (
 
 # The count in the block before that of the payload's loads, where both ways of phase 1 need it.
 _EARLY_COUNTS = (
-    (r"( +)if first_row < speculative_rows:\n", r"\1count = tl.load(masked_m_ptr + pid_e)\n\g<0>"),
+    (r"( +)if unseen:\n", r"\1count = tl.load(masked_m_ptr + pid_e)\n\g<0>"),
     (r"(first_row,\n +)0,(\n +limit,)", r"\1count,\2"),
     (r" +count = tl.load\(masked_m_ptr \+ expert\)\n", ""),
     (r"_tied\((tl\.load\(.*\)), count\)", r"\1"),
-    (r"count, (\w+) = tl\.load\(masked_m_ptr \+ pid_e\), (.*)\n( +)else:", r"count, \1 = count, \2\n\3else:"),
+    (r"count, (\w+) = tl\.load\(masked_m_ptr \+ pid_e\), ", r"\1 = "),
 )
 
 

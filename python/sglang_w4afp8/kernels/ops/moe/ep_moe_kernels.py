@@ -485,36 +485,34 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
         # Phase 1: this expert's rows below the cap.
         limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
-        if SPECULATIVE:
-            if first_row < speculative_rows:
-                count, output_scale = _requant_row(
-                    x_ptr,
-                    x_scale_ptr,
-                    masked_m_ptr,
-                    output_scale_ptr,
-                    output_ptr,
-                    pid_e,
-                    first_row,
-                    0,
-                    limit,
-                    1.0,
-                    groups,
-                    M,
-                    K,
-                    X_SCALE_STRIDE0,
-                    X_SCALE_STRIDE1,
-                    X_SCALE_STRIDE2,
-                    K_SCALE_BLOCK_SIZE,
-                    HAS_G_TAIL,
-                    ROW_BLOCK,
-                    WIDE_OFFSETS,
-                    HAS_X_SCALE,
-                    PACKED_X_SCALE,
-                    True,
-                )
-                first_row += m_grid * ROW_BLOCK
-            else:
-                count, output_scale = tl.load(masked_m_ptr + pid_e), tl.load(output_scale_ptr)
+        unseen = first_row < speculative_rows if SPECULATIVE else False
+        if unseen:
+            count, output_scale = _requant_row(
+                x_ptr,
+                x_scale_ptr,
+                masked_m_ptr,
+                output_scale_ptr,
+                output_ptr,
+                pid_e,
+                first_row,
+                0,
+                limit,
+                1.0,
+                groups,
+                M,
+                K,
+                X_SCALE_STRIDE0,
+                X_SCALE_STRIDE1,
+                X_SCALE_STRIDE2,
+                K_SCALE_BLOCK_SIZE,
+                HAS_G_TAIL,
+                ROW_BLOCK,
+                WIDE_OFFSETS,
+                HAS_X_SCALE,
+                PACKED_X_SCALE,
+                True,
+            )
+            first_row += m_grid * ROW_BLOCK
         else:
             count, output_scale = tl.load(masked_m_ptr + pid_e), tl.load(output_scale_ptr)
         if WRITE_PROBLEM_SIZES:
@@ -928,32 +926,30 @@ def _silu_and_mul_masked_quant_kernel(
         # Phase 1: this expert's rows below the cap.
         limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
-        if SPECULATIVE:
-            if first_row < speculative_rows:
-                count, scale = _silu_and_mul_row(
-                    input_ptr,
-                    output_ptr,
-                    masked_m_ptr,
-                    scale_ptr,
-                    pid_e,
-                    first_row,
-                    0,
-                    limit,
-                    1.0,
-                    columns,
-                    M,
-                    N,
-                    SCALE_STRIDE,
-                    FP8_MAX,
-                    HAS_TAIL,
-                    ROW_BLOCK,
-                    WIDE_OFFSETS,
-                    PTX_MATH,
-                    True,
-                )
-                first_row += m_grid * ROW_BLOCK
-            else:
-                count, scale = tl.load(masked_m_ptr + pid_e), tl.load(scale_ptr + pid_e * SCALE_STRIDE)
+        unseen = first_row < speculative_rows if SPECULATIVE else False
+        if unseen:
+            count, scale = _silu_and_mul_row(
+                input_ptr,
+                output_ptr,
+                masked_m_ptr,
+                scale_ptr,
+                pid_e,
+                first_row,
+                0,
+                limit,
+                1.0,
+                columns,
+                M,
+                N,
+                SCALE_STRIDE,
+                FP8_MAX,
+                HAS_TAIL,
+                ROW_BLOCK,
+                WIDE_OFFSETS,
+                PTX_MATH,
+                True,
+            )
+            first_row += m_grid * ROW_BLOCK
         else:
             count, scale = tl.load(masked_m_ptr + pid_e), tl.load(scale_ptr + pid_e * SCALE_STRIDE)
         for row in tl.range(first_row, _live_rows(count, limit), m_grid * ROW_BLOCK):
