@@ -70,8 +70,8 @@ Result = dict[str, Any]
 def candidates(rows: int, gate_up: bool, wide: bool = False) -> list[GroupedGemmLaunch]:
     """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few.
 
-    Without ``wide`` only those near what was best in wide searches on an H200: tiles of 128 columns, four warps and three
-    stages; a deeper pipeline, narrower tiles and eight warps cost 1 to 60% there as long as a step had at most 32 rows.
+    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load,
+    ``benchmark/results/h200/two_kernels.search.json``): up to 32 rows tiles of 128 columns and four warps.
     """
     blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
     found = []

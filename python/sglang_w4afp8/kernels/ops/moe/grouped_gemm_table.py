@@ -181,7 +181,8 @@ def to_data(table: Table) -> dict[str, Any]:
 
 def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
     """Without a table: a step over the rows is one tile up to 64 rows, as long as a thread can hold its accumulators, and the
-    look-up where matrix products count more than instructions. Depth and warps are those that were best on an H200."""
+    look-up where matrix products count more than instructions. Depth and warps are those that were best on an H200 with 64
+    experts and up to 32 rows (``benchmark/results/h200/two_kernels.search.json``)."""
     # A second step reads the weights again, so the smallest tile is for rows that hardly ever exceed it.
     block_m = 8 if rows <= 4 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     threads, parts = 4 * 32, 2 if gate_up else 1
@@ -189,7 +190,7 @@ def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
     return GroupedGemmLaunch(block_n, block_m, 1, 4, 3, look_up=block_m >= 64)
 
 
-# Accumulators a thread from which the rule keeps away: with twice as many the compiler spills.
+# Most accumulators a thread: a first GEMM with twice as many took more than three times as long (the search file above).
 _RULE_ACCUMULATORS = 64
 # The layout without a table.
 RULE_BLOCK_NS = (128, 128)

@@ -140,8 +140,8 @@ _SPLIT = "|"
 class SplitChoice:
     """Two launches: experts of at most `rows` live rows with one tile, those of more with another.
 
-    The mean of an estimate hides that a tile of 16 rows serves 16 rows best and 17 rows badly; here every expert gets the
-    tile of its own rows. It costs a second launch and a small kernel, so it is for many experts near a tile's edge.
+    An estimate is a mean, and 17 rows need two steps of a tile of 16; here every expert gets the tile of its own rows. It
+    costs a second launch and a small kernel. Whether that pays is for the tuner to measure; no shipped table names one.
     """
 
     few: TileChoice
@@ -277,7 +277,7 @@ def choose_tile(
 
         def tile(name: str) -> TileChoice | None:
             if name == AS_SHIPPED:
-                return _as_shipped(num_experts, topk) if engine_is_right else None
+                return engine_choice(num_experts, topk) if engine_is_right else None
             bucket_topk = buckets[name].topk_for(total_rows)
             return None if bucket_topk is None else TileChoice(name, bucket_topk, total_rows // bucket_topk)
 
@@ -292,7 +292,7 @@ def choose_tile(
                 return choice
     m, engine_first = DEFAULT_RULE.get((n, k), DEFAULT_RULE[None]).step(rows)
     if engine_first and engine_is_right:
-        return _as_shipped(num_experts, topk)
+        return engine_choice(num_experts, topk)
     rule_topk = max(1, total_rows // m)
     return TileChoice(f"{RULE_PREFIX}m{m}", rule_topk, total_rows // rule_topk)
 
@@ -305,7 +305,8 @@ def engine_gemm_is_right(padded_rows: int, k: int = ENGINE_ROW_MULTIPLE) -> bool
     return (padded_rows % ENGINE_ROW_MULTIPLE == 0) == (k % ENGINE_ROW_MULTIPLE == 0)
 
 
-def _as_shipped(num_experts: int, topk: int) -> TileChoice:
+def engine_choice(num_experts: int, topk: int) -> TileChoice:
+    """The engine's 3-D call, with the model's `topk` or what keeps its tile."""
     # More than 32 experts a unit of topk would leave the 16-row tile, the one that was measured.
     topk = max(topk, -(-num_experts // 32))
     return TileChoice(AS_SHIPPED, topk, num_experts // topk)

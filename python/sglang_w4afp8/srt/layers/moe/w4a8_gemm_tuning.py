@@ -38,7 +38,6 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
 )
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
 from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
-    AS_SHIPPED,
     Choice,
     Kernel,
     SplitChoice,
@@ -447,7 +446,7 @@ class Cell:
         return (self.experts * self.rows + self.experts) // self.experts
 
 
-# Splits are for this many experts and more: with fewer a second launch costs what it saves.
+# Splits are tried from this many experts: a second launch costs the same for few, and has less to save.
 _SPLIT_EXPERTS_MIN = 64
 _TILE_ROWS = re.compile(r"co_\d+x(\d+)x")
 
@@ -484,8 +483,7 @@ def candidate_tiles(
         if bucket.kernel is not None:
             tiles.add(bucket.kernel)
     if engine_tile not in tiles and w4a8_gemm.engine_gemm_is_right(padded_rows, k):
-        topk = max(MODEL_TOPK, -(-num_experts // 32))
-        add(TileChoice(AS_SHIPPED, topk, num_experts // topk), engine_tile)
+        add(w4a8_gemm.engine_choice(num_experts, MODEL_TOPK), engine_tile)
     if rows is not None and num_experts >= _SPLIT_EXPERTS_MIN:
         for few_rows, many_rows in itertools.pairwise(sorted(by_rows)):
             if few_rows <= 2 * rows <= 4 * few_rows:
