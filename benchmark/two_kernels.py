@@ -5,6 +5,7 @@
     python3 benchmark/two_kernels.py --kernel-library .../common_ops.abi3.so --kernel-version 0.4.5 --out out.json
     python3 benchmark/two_kernels.py --out out.json --table python/sglang_w4afp8/configs   # and write the tuned table
     python3 benchmark/two_kernels.py --out out.json --accuracy                             # errors, not times
+    python3 benchmark/two_kernels.py --out out.json --prefill                              # what regrouped weights cost prefill
 
 Three steps, each of which goes on where an interrupted run stopped:
 
@@ -18,6 +19,9 @@ same run. The layer's result is compared with a float64 reference over sampled r
 
 ``--accuracy`` compares the errors of the three over payloads, weights and static scales of several kinds, some of them made to
 hurt, and keeps them in the same file.
+
+``--prefill`` times the plain product that answers for the engine's grouped GEMM on regrouped weights in normal mode, against
+the compiled kernel on weights as they were loaded, and keeps it there too.
 """
 
 from __future__ import annotations
@@ -67,12 +71,17 @@ SEARCH_REPEATS = 5
 Result = dict[str, Any]
 
 
-def candidates(rows: int, gate_up: bool, wide: bool = False) -> list[GroupedGemmLaunch]:
+# With fewer experts a grid of tiles of 128 columns leaves most multiprocessors one program, which waits for each of its loads.
+_FEW_EXPERTS = 32
+
+
+def candidates(rows: int, gate_up: bool, wide: bool = False, experts: int = 64) -> list[GroupedGemmLaunch]:
     """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few.
 
-    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load,
-    ``benchmark/results/h200/two_kernels.search.json``): up to 32 rows tiles of 128 columns and four warps.
+    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load): up to
+    32 rows tiles of 128 columns and four warps, and for few experts also of 64.
     """
+    columns = (64, 128) if experts <= _FEW_EXPERTS else (128,)
     blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
     found = []
     for block_n, block_m, groups, warps, stages in itertools.product((64, 128), blocks_m, (1, 2), (4, 8), (3, 4, 5)):
@@ -83,14 +92,16 @@ def candidates(rows: int, gate_up: bool, wide: bool = False) -> list[GroupedGemm
         few_rows = block_m <= 32
         if not wide and (
             stages > 4
-            or (few_rows and (block_n, warps) != (128, 4))
+            or (few_rows and (block_n not in columns or warps != 4))
             or (groups == 2 and block_m > 8)
             or (not few_rows and (stages > 3 or accumulators > 64))
         ):
             continue
         # With few rows a look-up only costs; with many it saves matrix products.
-        for look_up in (False, True) if block_m >= 64 else (False,):
-            found.append(GroupedGemmLaunch(block_n, block_m, groups, warps, stages, look_up))
+        # 168 registers let three programs of four warps share a multiprocessor, 128 four, or two of eight warps.
+        caps = (None, 168 if warps == 4 and (gate_up or block_m > 16) else 128)
+        for look_up, registers in itertools.product((False, True) if block_m >= 64 else (False,), caps):
+            found.append(GroupedGemmLaunch(block_n, block_m, groups, warps, stages, look_up, registers))
     return found
 
 
@@ -152,6 +163,7 @@ class LayerRuns:
 
     def __init__(self, layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> None:
         self.layer, self.regrouped, self.experts = layer, regrouped, cell.experts
+        self.rows = grouped_gemm_table.mean_rows(cell.expected_m())
         x, x_scale, self.masked_m, _, _ = layer.payload.arguments(cell)
         self.x = x[:, : cell.padded].contiguous()
         self.x_scale = x_scale[:, : cell.padded].transpose(1, 2).contiguous().transpose(1, 2)
@@ -161,12 +173,12 @@ class LayerRuns:
 
     def gate_up(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
         weights = self.regrouped.get(True, launch.block_n, self.experts)
-        arguments = (self.x, self.x_scale, *weights, self.masked_m, self.layer.a2_scale, self.inner, launch)
+        arguments = (self.x, self.x_scale, *weights, self.masked_m, self.layer.a2_scale, self.inner, launch, self.rows)
         return lambda: two.w4a8_gate_up(*arguments)
 
     def down(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
         weights = self.regrouped.get(False, launch.block_n, self.experts)
-        arguments = (self.inner, self.layer.a2_scale, *weights, self.masked_m, self.output, launch)
+        arguments = (self.inner, self.layer.a2_scale, *weights, self.masked_m, self.output, launch, self.rows)
         return lambda: two.w4a8_down(*arguments)
 
     def whole(self, first: GroupedGemmLaunch, second: GroupedGemmLaunch) -> Callable[[], torch.Tensor]:
@@ -189,8 +201,8 @@ def launch_name(launch: GroupedGemmLaunch) -> str:
 
 
 def launch_of(name: str) -> GroupedGemmLaunch:
-    *numbers, look_up = name.split(",")
-    return GroupedGemmLaunch(*map(int, numbers), look_up=look_up == "True")
+    *numbers, look_up, registers = name.split(",")
+    return GroupedGemmLaunch(*map(int, numbers), look_up == "True", None if registers == "None" else int(registers))
 
 
 def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell, wide: bool) -> Result:
@@ -198,7 +210,9 @@ def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Ce
     runs = LayerRuns(layer, regrouped, cell)
     found: Result = {"expected_m": cell.expected_m()}
     for gemm, make in zip(GEMMS, (runs.gate_up, runs.down), strict=True):
-        providers = {launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up", wide)}
+        providers = {
+            launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up", wide, cell.experts)
+        }
         # The assembler runs outside of the interpreter's lock. A new thread has no context until it asks for one, and where
         # nothing is left to compile, a tensor map is the first thing that it would make.
         with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
@@ -413,6 +427,88 @@ def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callabl
     return {**errors, "not_above": all(errors[f"triton_{kind}"] <= errors[f"{against}_{kind}"] for kind in kinds)}
 
 
+# ---- prefill
+
+
+# Mean rows an expert gets of one prefill chunk in the engine's normal mode.
+PREFILL_ROWS = (16, 64, 256, 1024)
+PREFILL_EXPERTS = 64
+
+
+def prefill_candidates(block_n: int) -> list[GroupedGemmLaunch]:
+    """Launches worth timing for plain products over many rows."""
+    found = []
+    for block_m, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 4)):
+        if block_n * block_m // (warps * 32) <= 128:
+            found.append(GroupedGemmLaunch(block_n, block_m, 1, warps, stages, look_up=block_m >= 64))
+    return found
+
+
+def prefill_cell(
+    layer: moe_layer.Layer, regrouped: Regrouped, gate_up: bool, rows: int, kernel: Callable[..., Any], repeats: int
+) -> Result:
+    """One GEMM over rows that stand one expert after another: the engine's compiled kernel and ours, outputs compared."""
+    experts, device = PREFILL_EXPERTS, layer.device
+    counts = streaming.Cell(experts, 1 << 20, rows, "random").row_counts().to(device=device, dtype=torch.int32)
+    total = int(counts.sum())
+    n, k = (2 * layer.inner, layer.hidden) if gate_up else (layer.hidden, layer.inner)
+    x = torch.randn((total, k), device=device).mul_(8).to(torch.float8_e4m3fn)
+    first_rows = counts.cumsum(0, dtype=torch.int32) - counts
+    sizes = torch.stack((torch.full_like(counts, n), counts, torch.full_like(counts, k)), dim=1).contiguous()
+    which = (
+        ("a_strides1", "b_strides1", "c_strides1", "s_strides13")
+        if gate_up
+        else ("a_strides2", "b_strides2", "c_strides2", "s_strides2")
+    )
+    strides = [layer.strides(experts)[name] for name in which]
+    weights = (layer.w1, layer.w1_scale) if gate_up else (layer.w2, layer.w2_scale)
+    w_q, w_scale = (tensor[:experts] for tensor in weights)
+    theirs, ours = (torch.empty((total, n), dtype=torch.bfloat16, device=device) for _ in range(2))
+    block_n = grouped_gemm_table.RULE_BLOCK_NS[0 if gate_up else 1]
+    tiles, tile_scales = regrouped.get(gate_up, block_n, experts)
+    scale, layout = layer.a1_scale, two.TileLayout(block_n, gate_up)
+
+    def triton_gemm(launch: GroupedGemmLaunch) -> Callable[[], None]:
+        return lambda: two.w4a8_rows(x, scale, tiles, tile_scales, first_rows, sizes[:, 1], ours, launch, layout)
+
+    rule = grouped_gemm_table.prefill_rule(block_n, rows)
+    launches = list(dict.fromkeys([rule, *prefill_candidates(block_n)]))
+    providers = {launch_name(launch): triton_gemm(launch) for launch in launches}
+    with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
+        outcomes = list(pool.map(_error_of_call, providers.values()))
+    providers = {name: run for (name, run), error in zip(providers.items(), outcomes, strict=True) if error is None}
+    arguments = (x, w_q, scale, w_scale, first_rows, sizes, *strides, two.GROUP_SIZE, moe_layer.TOPK)
+    providers["cutlass"] = lambda: kernel(theirs, *arguments)
+    providers["cutlass"]()
+    triton_gemm(rule)()
+    error = relative_error(ours.float(), theirs.float())
+    medians = interleaved_medians(providers, repeats)
+    cutlass = medians.pop("cutlass")
+    best = min(medians, key=lambda name: medians[name])
+    return {
+        "live_rows": total,
+        "cutlass_us": round(cutlass, 2),
+        "rule_us": round(medians[launch_name(rule)], 2),
+        "best_us": round(medians[best], 2),
+        "rule": dict(rule.__dict__),
+        "best": dict(launch_of(best).__dict__),
+        "rel_difference": round(error, 5),
+    }
+
+
+def run_prefill(options: argparse.Namespace, meta: Mapping[str, Any], kernel: Callable[..., Any]) -> None:
+    """Every prefill cell that the file does not hold yet."""
+    content = read_done(options.out, meta)
+    done = content.get("prefill", [])
+    layer = moe_layer.Layer(PREFILL_EXPERTS, 512, options.hidden, options.inner, "cuda")
+    regrouped = Regrouped(layer)
+    for rows, gemm in tqdm(list(itertools.product(PREFILL_ROWS, GEMMS)), unit="cell", desc="prefill", disable=None):
+        key = {"hidden": options.hidden, "inner": options.inner, "experts": PREFILL_EXPERTS, "rows": rows, "gemm": gemm}
+        if not _matching(done, key):
+            done.append({**key, **prefill_cell(layer, regrouped, gemm == "gate_up", rows, kernel, options.repeats)})
+            write_json(options.out, {"meta": meta, "cells": [], **content, "prefill": done})
+
+
 # ---- files
 
 
@@ -513,6 +609,9 @@ def main() -> int:
         "--table", type=Path, metavar="FOLDER", help="write the tuned table for servers into this folder"
     )
     parser.add_argument("--accuracy", action="store_true", help="errors against float64 instead of times")
+    parser.add_argument(
+        "--prefill", action="store_true", help="plain products over many rows against the engine's kernel"
+    )
     parser.add_argument("--kernel-library", type=Path, help="common_ops library instead of the installed sgl_kernel")
     parser.add_argument("--kernel-version", help="version of sglang-kernel, with --kernel-library")
     parser.add_argument("--hidden", type=int, default=moe_layer.HIDDEN, help="hidden size K of the layer")
@@ -527,6 +626,9 @@ def main() -> int:
     kernel, version = load_kernel(options.kernel_library, options.kernel_version)
     moe_layer.make_every_patch_live(kernel)
     meta = run_metadata(sglang_kernel=version)
+    if options.prefill:
+        run_prefill(options, meta, kernel)
+        return 0
     if options.accuracy:
         return 0 if run_accuracy(options, meta, kernel) else 1
     layer = moe_layer.Layer(max(options.experts), moe_layer.PADDED, options.hidden, options.inner, "cuda")

@@ -141,8 +141,8 @@ class Run:
         made = self.checkpoint()
         if made:
             return made
-        arms = [arm for arm in self.args.arms if arm != "engine"]
-        words = ["--model-path", self.model(self.args.equality_experts, weights=True), "--arms", *arms]
+        model, arms = self.model(self.args.equality_experts, weights=True), self.args.equality_arms
+        words = ["--model-path", model, "--arms", *arms]
         words += ["--out", self.results / "e2e_equality.json", "--time-limit", f"{self.left_s:.0f}"]
         return self.tool(E2E / "equality.py", *words, *self.serving())
 
@@ -233,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
     parser.add_argument("--equality-experts", type=int, default=64)
+    parser.add_argument("--equality-arms", nargs="+", default=["plugin"], help="beside the engine; see equality.py")
     parser.add_argument("--soak-experts", type=int, default=64)
     parser.add_argument("--soak-arm", default="plugin")
     parser.add_argument("--minutes", type=float, default=15.5, help="of the soak")

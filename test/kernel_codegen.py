@@ -24,7 +24,9 @@ import itertools
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -240,8 +242,8 @@ def _specialise(value: Any, target: GPUTarget, aligned: bool) -> tuple[str, list
 
 def compile_geometry(
     geometry: Geometry, target: GPUTarget, module: ModuleType = ep_moe_kernels, aligned: bool = True
-) -> str:
-    """Assembly (PTX, or AMD's) of one geometry."""
+) -> Any:
+    """Triton's compilation of one geometry."""
     kernel, arguments, options = _launch_arguments(module, geometry, target)
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -254,8 +256,40 @@ def compile_geometry(
         signature[parameter.name], found = _specialise(value, target, aligned)
         if found:
             attributes[(index,)] = found
-    compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
+
+
+def assembly_of(compiled: Any, target: GPUTarget) -> str:
+    """PTX, or AMD's assembly."""
     return compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+
+
+def machine_code_of(compiled: Any) -> str:
+    """SASS, by the disassembler that Triton brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+# One instruction: its name, and its first two operands where they are registers (the first is what it writes, mostly).
+_SASS = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(?:\s+(U?R\d+)\b)?(?:,\s*(U?R\d+)\b)?")
+
+
+def words_waited_for(sass: str, load_width: int) -> int:
+    """Loaded words that an sm_90 kernel waits for before its first payload load: those moved to uniform registers.
+
+    A block of rows loaded unseen is worth its bytes only while its loads wait for nothing. An assembler that finds a word alike
+    in all lanes (an expert's count) moves it to a uniform register as soon as it can, and that move waits for the word.
+    """
+    waited, written_by = 0, {}
+    for name, first, second in _SASS.findall(sass):
+        if re.match(rf"LDG\.E.*\b{load_width * 8}\b", name):
+            return waited
+        waited += name == "R2UR" and written_by.get(second, "").startswith("LDG")
+        written_by[first] = name
+    raise LookupError(f"no load of {load_width} bytes in the machine code")
 
 
 @dataclass
@@ -312,11 +346,13 @@ def faults(geometry: Geometry, target: GPUTarget, seen: Accesses) -> list[str]:
     load_width, store_width = min(16, element_bytes * elements), min(16, elements)
     vectors = paths * max(1, element_bytes * elements // 16)
     if geometry.kernel == SILU:
-        # Gate and up; the count, and the scale in each phase.
-        vectors, scalar_limit = 2 * vectors, 3
+        # Gate and up.
+        vectors, scales = 2 * vectors, 0
     else:
-        # The count and the per-tensor scale; beside them one scale a vector, which lies in one group.
-        scalar_limit = 2 + (0 if geometry.payload == BF16 else vectors)
+        # One scale a vector, which lies in one group.
+        scales = 0 if geometry.payload == BF16 else vectors
+    # Each path loads the scale of its output, and those of phase 1 a count.
+    scalar_limit = scales + 2 * paths - 1
     # Phase 2 reads all experts' counts, in one access where a lane has several.
     counts = max(1, triton.next_power_of_2(geometry.experts) // lanes)
     scalar_limit += counts
@@ -354,16 +390,16 @@ def examine(
     target = TARGETS[target_name]
     findings = []
     for geometry in geometries:
-        seen = accesses(compile_geometry(geometry, target, module, aligned), target.backend)
-        findings.append(
-            Finding(
-                target_name,
-                str(geometry),
-                dict(sorted(seen.loads.items())),
-                dict(sorted(seen.stores.items())),
-                faults(geometry, target, seen),
-            )
-        )
+        compiled = compile_geometry(geometry, target, module, aligned)
+        seen = accesses(assembly_of(compiled, target), target.backend)
+        found = faults(geometry, target, seen)
+        widest = max(seen.loads, default=0)
+        if target_name == "cuda:90" and geometry.launch.speculative_rows and widest > 4:
+            waited = words_waited_for(machine_code_of(compiled), widest)
+            if waited:
+                found.append(f"{waited} words waited for before the payload is loaded")
+        loads, stores = (dict(sorted(counts.items())) for counts in (seen.loads, seen.stores))
+        findings.append(Finding(target_name, str(geometry), loads, stores, found))
     return findings
 
 
@@ -378,14 +414,24 @@ _ELEMENT_WISE_SCALES = (
 )
 
 
-def with_element_wise_scales(directory: Path) -> ModuleType:
-    """A copy of the kernels' module whose requant gathers scales by element, as a module of its own."""
+# The count in the block before that of the payload's loads, where both ways of phase 1 need it.
+_EARLY_COUNTS = (
+    (r"( +)if unseen:\n", r"\1count = tl.load(masked_m_ptr + pid_e)\n\g<0>"),
+    (r"(first_row,\n +)0,(\n +limit,)", r"\1count,\2"),
+    (r" +count = tl.load\(masked_m_ptr \+ expert\)\n", ""),
+    (r"_tied\((tl\.load\(.*\)), count\)", r"\1"),
+    (r"count, (\w+) = tl\.load\(masked_m_ptr \+ pid_e\), ", r"\1 = "),
+)
+
+
+def broken_module(name: str, changes: Sequence[tuple[str, str]], directory: Path) -> ModuleType:
+    """A changed copy of the kernels' module, as a module of its own."""
     source = Path(ep_moe_kernels.__file__).read_text(encoding="utf-8")
-    for pattern, replacement in _ELEMENT_WISE_SCALES:
+    for pattern, replacement in changes:
         source, changed = re.subn(pattern, replacement, source)
         if not changed:
-            raise LookupError(f"the requant has no {pattern!r} any more: break it in another way")
-    path = directory / "element_wise_scales.py"
+            raise LookupError(f"the kernels have no {pattern!r} any more: break them in another way")
+    path = directory / f"{name}.py"
     path.write_text(source, encoding="utf-8")
     specification = importlib.util.spec_from_file_location(path.stem, path)
     assert specification is not None and specification.loader is not None
@@ -399,12 +445,19 @@ def broken(kind: str, directory: Path, target_name: str) -> list[Finding]:
     """Findings of one deliberate fault; every one of them must have faults.
 
     Kinds: ``element-wise-scales`` (NVIDIA only: on AMD, LLVM merges loads of one address, so that there the assembly is
-    as good); ``unaligned-pointers``; ``odd-width`` (SiLU of 2047 columns).
+    as good); ``early-counts`` (sm_90 only); ``unaligned-pointers``; ``odd-width`` (SiLU of 2047 columns).
     """
     rules = distinct(rule_geometries(TARGETS[target_name].warp_size))
     requant = [geometry for geometry in rules if geometry.kernel == REQUANT and geometry.payload == FP8]
     if kind == "element-wise-scales":
-        return examine(requant, target_name, with_element_wise_scales(directory))
+        return examine(requant, target_name, broken_module("element_wise_scales", _ELEMENT_WISE_SCALES, directory))
+    if kind == "early-counts":
+        launch = MaskedRowsLaunch(8, 4, 8, row_block=2, num_warps=2, speculative_rows=4)
+        return examine(
+            [Geometry(REQUANT, 7168, 64, launch, problem_sizes=True)],
+            target_name,
+            broken_module("early_counts", _EARLY_COUNTS, directory),
+        )
     if kind == "unaligned-pointers":
         return examine(requant[:2], target_name, aligned=False)
     if kind == "odd-width":
@@ -412,7 +465,7 @@ def broken(kind: str, directory: Path, target_name: str) -> list[Finding]:
     raise ValueError(f"kind: is {kind!r}, must be one of {', '.join(BROKEN)}")
 
 
-BROKEN = ("element-wise-scales", "unaligned-pointers", "odd-width")
+BROKEN = ("element-wise-scales", "early-counts", "unaligned-pointers", "odd-width")
 
 
 def production(target_name: str) -> list[Geometry]:
@@ -425,7 +478,7 @@ def compile_unusual(target_name: str) -> list[Finding]:
     target = TARGETS[target_name]
     found = []
     for geometry in unusual_geometries():
-        seen = accesses(compile_geometry(geometry, target), target.backend)
+        seen = accesses(assembly_of(compile_geometry(geometry, target), target), target.backend)
         found.append(Finding(target_name, str(geometry), dict(seen.loads), dict(seen.stores), []))
     return found
 

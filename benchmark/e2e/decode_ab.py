@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import client, evidence, paired, report
-from harness.arms import ENGINE, PLUGIN, Arm, parse_arm, plugin_digest
+from harness.arms import ENGINE, PLUGIN, REFERENCE, Arm, parse_arm, plugin_digest
 from harness.cli import (
     FAILED,
     INCOMPLETE,
@@ -171,7 +171,7 @@ def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], 
     problems = evidence.check_log(server.arm, seen)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
     if profile is not None:
-        problems += evidence.check_kernels(live, profile.counts, server.arm.backend)
+        problems += evidence.check_kernels(live, profile.counts, evidence.computed_by(server.arm, seen))
     return live, problems
 
 
@@ -482,6 +482,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         arms = [parse_arm(text) for text in args.arms]
         if len({arm.name for arm in arms}) != len(arms) or len(arms) < 2:
             raise ValueError(f"arms: are {args.arms}, must be two or more different ones")
+        if REFERENCE in args.arms:
+            raise ValueError(f"arms: {REFERENCE!r} is no arm of a speed comparison; equality.py compares with it")
         model = Model.read(args.model_path, args.model_name)
         report.check_same_gpu(args.out, report.run_meta())
         concurrencies = sorted(set(args.concurrency))

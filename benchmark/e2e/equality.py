@@ -2,6 +2,7 @@
 """Same tokens? Greedy decoding of the same prompts by the engine and by the plugin, on a checkpoint with real weights.
 
     python benchmark/e2e/equality.py --model-path DIR
+    python benchmark/e2e/equality.py --model-path DIR --arms cutlass triton reference
 
 Four servers, one after the other, alike but for the arm and for DeepEP's tokens per rank (so the padded rows):
 
@@ -15,7 +16,14 @@ tokens must be equal. All at once, batches form as requests arrive: the second p
 itself, and the comparison counts only where the reference does.
 
 A token that differs where the reference's two best logits are closer than ``--near-tie`` is counted apart; the default
-allows none. Finished servers are kept in ``--work``, so that an interrupted run goes on. Exit status: 0 equal; 1 a
+allows none.
+
+An arm that is served by the Triton backend rounds less often than the engine, so its tokens are not the engine's. With the arm
+``reference``, whose expert layers are float32 (one more server, without CUDA graphs), it is judged against that: one at a time,
+tokens must be equal but where the two best log-probabilities of the float server are closer than ``--float-tie``. How far the
+engine is from it is shown beside.
+
+Finished servers are kept in ``--work``, so that an interrupted run goes on. Exit status: 0 equal; 1 a
 server failed; 3 the time ran out; 4 an arm was not what it says; 5 tokens differ.
 """
 
@@ -33,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import client, evidence, report
-from harness.arms import ENGINE, PLUGIN, Arm, parse_arm, plugin_digest
+from harness.arms import ENGINE, PLUGIN, REFERENCE, Arm, parse_arm, plugin_digest
 from harness.cli import (
     FAILED,
     INCOMPLETE,
@@ -60,6 +68,7 @@ class Outputs:
     Attributes:
         tokens: per pass and prompt, the tokens.
         gaps: per prompt of the first pass and token, the log-probability between the best and the second best.
+        backend: what computed the experts.
     """
 
     arm: str
@@ -67,6 +76,7 @@ class Outputs:
     live: list[str]
     tokens: dict[str, list[list[int]]]
     gaps: list[list[float]]
+    backend: str = "cutlass"
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,14 @@ class Difference:
         equal: prompts with all tokens equal.
         near_ties: prompts whose first difference is where the reference nearly ties.
         matching_tokens: part of all tokens before first differences.
+        largest_gap: the reference's largest gap at a first difference; 0 where nothing differs or no gaps are known.
     """
 
     prompts: int
     equal: int
     near_ties: int
     matching_tokens: float
+    largest_gap: float = 0.0
 
     @property
     def different(self) -> int:
@@ -99,14 +111,16 @@ def compare_tokens(
 ) -> Difference:
     """Compare prompt by prompt; ``gaps`` are the reference's."""
     equal = near = matching = 0
+    largest = 0.0
     for index, (mine, theirs) in enumerate(zip(reference, other, strict=True)):
         first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
         matching += len(mine) if first is None else first
         if first is None:
             equal += 1
-        elif gaps is not None and gaps[index][first] < near_tie:
-            near += 1
-    return Difference(len(reference), equal, near, matching / max(1, sum(map(len, reference))))
+        elif gaps is not None:
+            largest = max(largest, gaps[index][first])
+            near += gaps[index][first] < near_tie
+    return Difference(len(reference), equal, near, matching / max(1, sum(map(len, reference))), largest)
 
 
 def _gaps(meta: dict[str, Any]) -> list[float]:
@@ -163,17 +177,21 @@ def decode_all(
         raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
     clock.spent("server", time.monotonic() - begin)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
-    outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps)
+    outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps, evidence.computed_by(arm, seen))
     journal.save(name, asdict(outputs))
     return outputs
 
 
-def judge(reference: Outputs, others: Sequence[Outputs], near_tie: float) -> tuple[list[dict[str, Any]], list[str]]:
-    """Cells of the results, and what must not be."""
+def judge(
+    reference: Outputs, others: Sequence[Outputs], near_tie: float, float_tie: float = 0.0
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Cells of the results, and what must not be. One of ``others`` may be the float reference."""
     cells, faults = [], []
+    exact = next((other for other in others if other.backend == REFERENCE), None)
     repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])
     for other in (reference, *others):
-        must_equal = other.arm != ENGINE  # the engine's own other rows are shown, not judged
+        # The engine's own other rows are shown, not judged, and so is whoever rounds otherwise than the engine.
+        must_equal = other.arm != ENGINE and other.backend == "cutlass"
         for name in _PASSES:
             gaps = reference.gaps if name == SINGLE else None
             # All at once, the reference itself is what it is on its first pass.
@@ -185,21 +203,36 @@ def judge(reference: Outputs, others: Sequence[Outputs], near_tie: float) -> tup
                     f"{other.arm} with {other.rows} padded rows, {name}: {found.different} of {found.prompts} prompts "
                     f"differ from the engine with {reference.rows}"
                 )
-            cells.append(
-                {
-                    "arm": other.arm,
-                    "patches": ",".join(other.live),
-                    "padded_rows": other.rows,
-                    "pass": name,
-                    "prompts": found.prompts,
-                    "equal": found.equal,
-                    "near_ties": found.near_ties,
-                    "matching_tokens": round(found.matching_tokens, 4),
-                    "judged": judged,
-                    "role": "reference" if other is reference else "must equal" if must_equal else "shown",
-                }
-            )
+            role = "reference" if other is reference else "must equal" if must_equal else "shown"
+            cells.append(_cell(other, name, found, judged, role, ENGINE))
+        if exact is not None and other is not exact:
+            found = compare_tokens(exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, float_tie)
+            judged = other.backend == "triton"
+            if judged and found.different:
+                faults.append(
+                    f"{other.arm} with {other.rows} padded rows: {found.different} of {found.prompts} prompts differ from the "
+                    f"float reference where it is decided, by up to {found.largest_gap:.3f}"
+                )
+            cells.append(_cell(other, SINGLE, found, judged, "must equal" if judged else "shown", REFERENCE))
     return cells, faults
+
+
+def _cell(other: Outputs, name: str, found: Difference, judged: bool, role: str, against: str) -> dict[str, Any]:
+    return {
+        "arm": other.arm,
+        "backend": other.backend,
+        "patches": ",".join(other.live),
+        "padded_rows": other.rows,
+        "pass": name,
+        "against": against,
+        "prompts": found.prompts,
+        "equal": found.equal,
+        "near_ties": found.near_ties,
+        "matching_tokens": round(found.matching_tokens, 4),
+        "largest_gap": round(found.largest_gap, 4),
+        "judged": judged,
+        "role": role,
+    }
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -211,7 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--other-dispatch-tokens", type=int, metavar="N", help="DeepEP tokens per rank where the engine is wrong"
     )
-    parser.add_argument("--near-tie", type=float, default=0.0, metavar="LOGPROB")
+    parser.add_argument("--near-tie", type=float, default=0.0, metavar="LOGPROB", help="against the engine")
+    parser.add_argument("--float-tie", type=float, default=0.1, metavar="LOGPROB", help="against the float reference")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS")
     parser.add_argument("--out", type=Path, default=Path("e2e_equality.json"))
     parser.add_argument("--work", type=Path, default=Path("e2e_work"))
@@ -256,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     clock = Clock(args.time_limit)
     runs = [(parse_arm(ENGINE), right), *((arm, right) for arm in arms)]
-    runs += [(parse_arm(ENGINE), other), *((arm, other) for arm in arms)]
+    # Rows play no part in the float reference.
+    runs += [(parse_arm(ENGINE), other), *((arm, other) for arm in arms if arm.name != REFERENCE)]
     outputs = []
     try:
         for arm, options in runs:
@@ -271,29 +306,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ServerError, *client.FAILURES) as error:
         say(f"FAILED: {error!r}" if not str(error) else f"FAILED: {error}")
         return FAILED
-    cells, faults = judge(outputs[0], outputs[1:], args.near_tie)
+    cells, faults = judge(outputs[0], outputs[1:], args.near_tie, args.float_tie)
     distinct = len({token for row in outputs[0].tokens[SINGLE] for token in row})
     meta = report.run_meta(
         model=asdict(model),
         output_len=args.output_len,
         near_tie=args.near_tie,
+        float_tie=args.float_tie,
         distinct_tokens=distinct,
         faults=faults,
         servers={f"{arm.name}, {options.padded_rows} rows": options.shown(arm) for arm, options in runs},
     )
     report.write_json(args.out, {"meta": meta, "cells": cells})
-    columns = ["arm", "padded rows", "pass", "equal prompts", "near ties", "matching tokens %", "role"]
+    columns = [
+        "arm",
+        "padded rows",
+        "pass",
+        "against",
+        "equal prompts",
+        "near ties",
+        "matching tokens %",
+        "gap",
+        "role",
+    ]
     report.print_table(
-        f"Greedy tokens against the engine with {outputs[0].rows} padded rows",
+        f"Greedy tokens against the engine with {outputs[0].rows} padded rows, and against float32 expert layers",
         columns,
         [
             [
                 cell["arm"],
                 cell["padded_rows"],
                 cell["pass"],
+                cell["against"],
                 f"{cell['equal']} / {cell['prompts']}",
                 cell["near_ties"],
                 100.0 * cell["matching_tokens"],
+                f"{cell['largest_gap']:.3f}",
                 cell["role"] + ("" if cell["judged"] or cell["role"] != "must equal" else " (not judged)"),
             ]
             for cell in cells

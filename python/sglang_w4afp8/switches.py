@@ -12,7 +12,7 @@ from typing import Any
 PREFIX = "SGLANG_W4AFP8_"
 
 # What computes the experts of the low-latency path.
-BACKENDS = ("cutlass", "triton", "auto")
+BACKENDS = ("cutlass", "triton", "auto", "reference")
 
 _TRUE = ("1", "true", "yes")
 _FALSE = ("0", "false", "no")
@@ -111,10 +111,11 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "backend",
-        "`cutlass`, `triton`, `auto`",
+        "`cutlass`, `triton`, `auto`, `reference`",
         "`cutlass`",
         "What computes the experts: the engine's CUTLASS GEMMs, two Triton kernels a layer on regrouped weights wherever the "
-        "layer is supported, or per layer what the measured table shows to be faster.",
+        "layer is supported, or per layer what the measured table shows to be faster. `reference` computes in float32, slowly "
+        "and without CUDA graphs, to compare outputs with.",
         _backend,
         "cutlass",
     ),

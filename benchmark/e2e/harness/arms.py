@@ -1,4 +1,4 @@
-"""What is compared: the engine alone, the plugin, the plugin with its Triton backend, or a chosen list of its patches."""
+"""What is compared: the engine alone, the plugin, the plugin with a backend of its own, or a chosen list of its patches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 _PREFIX = "SGLANG_W4AFP8_"
-ENGINE, PLUGIN, TRITON = "engine", "plugin", "triton"
+ENGINE, PLUGIN, CUTLASS, TRITON, AUTO, REFERENCE = "engine", "plugin", "cutlass", "triton", "auto", "reference"
 
 
 @dataclass(frozen=True)
@@ -19,19 +19,26 @@ class Arm:
     """One side of the comparison.
 
     Attributes:
-        name: as in the results: ``engine``, ``plugin``, ``triton`` or the patch names joined with commas.
+        name: as in the results: ``engine``, ``plugin``, a backend's name, or the patch names joined with commas.
         patches: the patches that must be live; empty for the engine alone, None for all that the plugin selects.
-        backend: what must compute the experts.
+        backend: what ``SGLANG_W4AFP8_BACKEND`` asks for; None leaves it to the plugin's default.
+        flags: server flags that the arm cannot do without.
     """
 
     name: str
     patches: tuple[str, ...] | None
-    backend: str = "cutlass"
+    backend: str | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def is_engine(self) -> bool:
         """Whether the plugin must leave the engine untouched."""
         return self.patches == ()
+
+    @property
+    def computes(self) -> str | None:
+        """What must compute the experts; None where the plugin may choose."""
+        return None if self.backend == AUTO else self.backend
 
     @property
     def slug(self) -> str:
@@ -47,7 +54,7 @@ class Arm:
         environ[f"{_PREFIX}STRICT"] = "1"  # a patch that cannot be live stops the server instead of comparing A with A
         if self.patches is not None:
             environ[f"{_PREFIX}PATCHES"] = ",".join(self.patches)
-        if self.backend != "cutlass":
+        if self.backend is not None:
             environ[f"{_PREFIX}BACKEND"] = self.backend
         return environ
 
@@ -78,7 +85,7 @@ def plugin_digest() -> str:
 
 
 def parse_arm(text: str) -> Arm:
-    """``engine``, ``plugin``, ``triton``, or patch names separated by commas.
+    """``engine``, ``plugin``, ``cutlass``, ``triton``, ``auto``, ``reference``, or patch names separated by commas.
 
     Raises:
         ValueError: a name that is not in the plugin's ledger.
@@ -87,13 +94,15 @@ def parse_arm(text: str) -> Arm:
         return Arm(ENGINE, ())
     if text == PLUGIN:
         return Arm(PLUGIN, None)
-    if text == TRITON:
-        return Arm(TRITON, None, backend="triton")
+    if text in (CUTLASS, TRITON, AUTO):
+        return Arm(text, None, backend=text)
+    if text == REFERENCE:
+        return Arm(REFERENCE, None, backend=REFERENCE, flags=("--disable-cuda-graph",))
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     unknown = [name for name in names if name not in known_patches()]
     if unknown:
         raise ValueError(
-            f"arm: {text!r} names {', '.join(map(repr, unknown))}, must be {ENGINE!r}, {PLUGIN!r}, {TRITON!r} or names out of "
-            f"{', '.join(known_patches())}"
+            f"arm: {text!r} names {', '.join(map(repr, unknown))}, must be {ENGINE!r}, {PLUGIN!r}, {CUTLASS!r}, {TRITON!r}, "
+            f"{AUTO!r}, {REFERENCE!r} or names out of {', '.join(known_patches())}"
         )
     return Arm(",".join(names), names)

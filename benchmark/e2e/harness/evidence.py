@@ -87,8 +87,10 @@ def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
     if len({frozenset(names) for names in (*seen.activations, *seen.first_calls)}) > 1:
         problems.append("processes disagree on the active patches")
     for backend in dict.fromkeys(seen.backends):
-        if backend != arm.backend:
-            problems.append(f"first low-latency call by {backend}, must be by {arm.backend}")
+        if arm.computes is not None and backend != arm.computes:
+            problems.append(f"first low-latency call by {backend}, must be by {arm.computes}")
+    if len(set(seen.backends)) > 1:
+        problems.append("processes disagree on what computes the experts")
     return problems
 
 
@@ -172,6 +174,11 @@ def read_profile(path: Path) -> Profile:
             profile.counts[event["name"]] += 1
             profile.total_us[event["name"]] += event["dur"]
     return profile
+
+
+def computed_by(arm: Arm, seen: LogEvidence) -> str:
+    """What computed the experts: what the arm demands, or what the log says where the plugin may choose."""
+    return arm.computes or next(iter(seen.backends), "cutlass")
 
 
 def check_kernels(live: Iterable[str], kernels: Iterable[str], backend: str = "cutlass") -> list[str]:

@@ -131,7 +131,10 @@ class LaunchOptions:
         """The command as a user would type it, without folders of this machine."""
         shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", _UNIFORM_SWITCH)
         ours = {key: value for key, value in self.environ(arm).items() if key.startswith(shown)}
-        words = [Path(word).name if word.startswith("/") else word for word in (*self.command, *self.flags(30000))]
+        words = [
+            Path(word).name if word.startswith("/") else word
+            for word in (*self.command, *self.flags(30000), *arm.flags)
+        ]
         return " ".join([*(f"{key}={value}" for key, value in sorted(ours.items())), shlex.join(words)])
 
 
@@ -191,7 +194,7 @@ class Server:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [*self.options.command, *self.options.flags(self.port)],
+                [*self.options.command, *self.options.flags(self.port), *self.arm.flags],
                 env=self.options.environ(self.arm),
                 stdout=log,
                 stderr=subprocess.STDOUT,

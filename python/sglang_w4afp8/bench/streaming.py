@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROUTINGS = ("even", "random", "skew16")
 # Holds the hot expert of the largest skewed cell.
 PADDED = 2048
+# Where in memory a buffer lies moves a time by a few percent as long as much of it stays in the L2, and not for every kernel
+# alike: a cell is timed on this many sets of buffers.
+PLACEMENTS = 3
 
 
 class MismatchError(RuntimeError):
@@ -326,6 +330,15 @@ def layer_providers(requant: RequantBuffers, silu: SiluBuffers, cell: Cell) -> d
     total = int(masked_m.sum())
     moved = requant_bytes(total, hidden) + silu_bytes(total, inner_dim)
     return {**providers, **copy_providers(moved, requant.x.device)}
+
+
+def over_placements(timed: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
+    """One cell's times at several places in memory as one: geometric means; a provider that is absent stays so."""
+    merged: dict[str, float | None] = {}
+    for name in timed[0]:
+        times = [times[name] for times in timed]
+        merged[name] = None if None in times else round(geometric_mean(times), 3)
+    return merged
 
 
 def measure_cell(providers: Mapping[str, Callable[[], Any]], repeats: int = 15) -> dict[str, float | None]:

@@ -33,19 +33,22 @@ def _sweep(
     providers: Callable[[Any, streaming.Cell], Any],
     cells: Sequence[streaming.Cell],
     repeats: int,
+    placements: int,
 ) -> list[dict[str, Any]]:
-    results = Results(path, run_metadata(repeats=repeats))
+    results = Results(path, run_metadata(repeats=repeats, placements=placements))
+    # The turns are shared out among the placements.
+    turns = -(-repeats // placements)
     shapes = list(shapes)
     with tqdm(total=len(shapes) * len(cells), unit="cell", desc=path.stem, disable=None) as progress:
         for shape, make_buffers in shapes:
-            buffers = None
+            buffers: list[Any] = []
             for cell in cells:
                 key = {**shape, **dataclasses.asdict(cell)}
                 if not results.holds(key):
-                    if buffers is None:
-                        buffers = make_buffers()
-                    timed = streaming.measure_cell(providers(buffers, cell), repeats)
-                    results.add({**key, "expected_m": cell.expected_m(), **timed})
+                    if not buffers:
+                        buffers = [make_buffers() for _ in range(placements)]
+                    timed = [streaming.measure_cell(providers(place, cell), turns) for place in buffers]
+                    results.add({**key, "expected_m": cell.expected_m(), **streaming.over_placements(timed)})
                 progress.update()
     return results.cells
 
@@ -78,20 +81,26 @@ def summarize(cells: Sequence[dict[str, Any]]) -> str:
 
 
 def run(
-    kind: str, out: Path, experts: Sequence[int], rows: Sequence[int], padded: int, repeats: int
+    kind: str,
+    out: Path,
+    experts: Sequence[int],
+    rows: Sequence[int],
+    padded: int,
+    repeats: int,
+    placements: int = streaming.PLACEMENTS,
 ) -> list[dict[str, Any]]:
     """Measure one kind over its grid and write ``out``; returns the cells."""
     cells = list(streaming.grid(experts, rows, streaming.ROUTINGS, padded))
     largest = max(experts)
     if kind == "requant":
         shapes = [({"k": k}, lambda k=k: streaming.RequantBuffers(largest, padded, k)) for k in HIDDEN]
-        return _sweep(out, shapes, streaming.requant_providers, cells, repeats)
+        return _sweep(out, shapes, streaming.requant_providers, cells, repeats, placements)
     if kind == "bf16":
         shapes = [({"k": HIDDEN[0]}, lambda: streaming.Bf16Buffers(largest, padded, HIDDEN[0]))]
-        return _sweep(out, shapes, streaming.bf16_providers, cells, repeats)
+        return _sweep(out, shapes, streaming.bf16_providers, cells, repeats, placements)
     if kind == "silu":
         shapes = [({"n": n}, lambda n=n: streaming.SiluBuffers(largest, padded, n)) for n in INNER]
-        return _sweep(out, shapes, streaming.silu_providers, cells, repeats)
+        return _sweep(out, shapes, streaming.silu_providers, cells, repeats, placements)
     shapes = [
         (
             {"k": HIDDEN[0], "n": INNER[0]},
@@ -101,7 +110,9 @@ def run(
             ),
         )
     ]
-    return _sweep(out, shapes, lambda buffers, cell: streaming.layer_providers(*buffers, cell), cells, repeats)
+    return _sweep(
+        out, shapes, lambda buffers, cell: streaming.layer_providers(*buffers, cell), cells, repeats, placements
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, nargs="+", default=list(streaming.ROWS), help="mean live rows per expert")
     parser.add_argument("--padded", type=int, default=streaming.PADDED, help="padded rows per expert")
     parser.add_argument("--repeats", type=int, default=41, help="timed turns of every provider")
+    parser.add_argument(
+        "--placements",
+        type=int,
+        default=streaming.PLACEMENTS,
+        help="sets of buffers, each somewhere else in memory, that the turns are shared out among",
+    )
     parser.add_argument(
         "--untuned",
         action="store_true",
@@ -135,6 +152,6 @@ def main(argv: Sequence[str]) -> int:
         set_launch_lookup(None)
         out = options.out or out.with_stem(f"{out.stem}_untuned")
     experts = options.experts or FEWER_EXPERTS.get(options.kind, streaming.EXPERTS)
-    cells = run(options.kind, out, experts, options.rows, options.padded, options.repeats)
+    cells = run(options.kind, out, experts, options.rows, options.padded, options.repeats, options.placements)
     print(summarize(cells))
     return 0

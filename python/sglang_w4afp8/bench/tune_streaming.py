@@ -40,7 +40,7 @@ _REQUANT_TILES = {
     False: (
         *((1, 4, 1), (1, 16, 2), (1, 16, 4), (1, 32, 4), (1, 32, 8), (1, 64, 8)),
         *((2, 4, 1), (2, 8, 2), (2, 8, 4), (2, 16, 4), (2, 32, 8), (4, 4, 1), (4, 4, 2), (4, 4, 4), (4, 8, 4)),
-        *((8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 4, 2), (8, 4, 4), (16, 2, 4)),
+        *((8, 1, 1), (8, 2, 1), (8, 2, 2), (8, 4, 2), (8, 4, 4), (16, 2, 4), (16, 4, 4)),
     ),
 }
 _SILU_TILES = {
@@ -55,9 +55,9 @@ _SILU_TILES = {
 }
 # Turns of a candidate in the search, and of the few that remain at its end.
 _REPEATS = 5
-_FINAL_REPEATS = 21
-# Launches that go on to the next stage.
-_KEPT = 4
+_FINAL_REPEATS = 9
+# Launches that go on to the next stage, and to the last one, which is timed at every placement.
+_KEPT, _FINALISTS = 4, 8
 # A gain below this factor is not told from noise: the rule stays.
 _NOISE = 1.01
 # What a launch pays for being slower than the engine's kernel in some routing: its quotient to this power.
@@ -124,23 +124,27 @@ def _third_stage(best: Sequence[MeasuredLaunch]) -> list[MeasuredLaunch]:
 
 @dataclasses.dataclass
 class _Cell:
-    """What candidates of one cell are timed with: a call per routing, the engine's own where it is installed, and how many
-    calls fill a replay."""
+    """What candidates of one cell are timed with: per placement a call per routing, the engine's own where it is installed,
+    and how many calls fill a replay."""
 
-    runs: Sequence[Callable[[MeasuredLaunch], Any]]
-    engine: Sequence[Callable[[], Any]]
+    runs: Sequence[Sequence[Callable[[MeasuredLaunch], Any]]]
+    engine: Sequence[Sequence[Callable[[], Any]]]
     launches: int = 1
 
     def times(
-        self, candidates: Sequence[MeasuredLaunch], repeats: int = _REPEATS
+        self, candidates: Sequence[MeasuredLaunch], repeats: int = _REPEATS, placements: int = 1
     ) -> tuple[list[tuple[float, ...]], tuple[float, ...]]:
-        """Median microseconds per routing of every candidate, and of the engine's kernel; all take turns."""
+        """Microseconds per routing of every candidate, and of the engine's kernel: medians of turns, means over placements."""
         by_routing = []
-        for index, run in enumerate(self.runs):
-            providers = {str(place): lambda r=run, c=candidate: r(c) for place, candidate in enumerate(candidates)}
-            if self.engine:
-                providers["engine"] = self.engine[index]
-            by_routing.append(list(interleaved_medians(providers, repeats, self.launches).values()))
+        for routing in range(len(ROUTINGS)):
+            by_placement = []
+            for place in range(placements):
+                run = self.runs[place][routing]
+                providers = {str(index): lambda r=run, c=launch: r(c) for index, launch in enumerate(candidates)}
+                if self.engine:
+                    providers["engine"] = self.engine[place][routing]
+                by_placement.append(interleaved_medians(providers, repeats, self.launches).values())
+            by_routing.append([geometric_mean(times) for times in zip(*by_placement, strict=True)])
         all_times = list(zip(*by_routing, strict=True))
         return all_times[: len(candidates)], all_times[-1] if self.engine else ()
 
@@ -171,29 +175,28 @@ def _runs_at_all(engine: Callable[[], Any]) -> bool:
     return True
 
 
-def _cell(kernel: str, buffers: Any, experts: int, rows: int) -> tuple[int, _Cell]:
+def _cell(kernel: str, buffers: Sequence[Any], experts: int, rows: int) -> tuple[int, _Cell]:
     """The calls of one cell, and the estimate that serving would see."""
     cells = [streaming.Cell(experts, streaming.PADDED, rows, routing) for routing in ROUTINGS]
     if kernel == "requant":
         function, engine_call = ours.fp8_per_token_to_per_tensor_quant_triton, streaming.engine_requant
     else:
         function, engine_call = ours.silu_and_mul_masked_post_per_tensor_quant_fwd, streaming.engine_silu
-    runs, engine = [], []
-    for cell in cells:
-        arguments = buffers.arguments(cell)
-        expected_m = cell.expected_m()
-        runs.append(
-            lambda candidate, a=arguments, m=expected_m: function(
-                *a,
-                m,
-                launch=dataclasses.replace(
-                    candidate.launch(m), row_cap=min(streaming.PADDED, candidate.launch(m).row_cap)
-                ),
-            )
-        )
-        engine.append(engine_call(arguments, expected_m))
-    served = engine[0] is not None and _runs_at_all(engine[0])
-    return cells[0].expected_m(), _Cell(runs, engine if served else [])
+    expected_m = cells[0].expected_m()
+
+    def call(arguments: Sequence[Any]) -> Callable[[MeasuredLaunch], Any]:
+        def run(candidate: MeasuredLaunch) -> Any:
+            launch = candidate.launch(expected_m)
+            launch = dataclasses.replace(launch, row_cap=min(streaming.PADDED, launch.row_cap))
+            return function(*arguments, expected_m, launch=launch)
+
+        return run
+
+    arguments = [[place.arguments(cell) for cell in cells] for place in buffers]
+    runs = [[call(entry) for entry in place] for place in arguments]
+    engine = [[engine_call(entry, expected_m) for entry in place] for place in arguments]
+    served = engine[0][0] is not None and _runs_at_all(engine[0][0])
+    return expected_m, _Cell(runs, engine if served else [])
 
 
 def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[MeasuredLaunch]) -> None:
@@ -207,24 +210,27 @@ def _compile_ahead(run: Callable[[MeasuredLaunch], Any], candidates: Sequence[Me
 
 
 def tune_cell(
-    kernel: str, buffers: Any, columns: int, experts: int, rows: int, incumbent: MeasuredLaunch | None = None
+    kernel: str, buffers: Sequence[Any], columns: int, experts: int, rows: int, incumbent: MeasuredLaunch | None = None
 ) -> tuple[MeasuredLaunch, float]:
-    """The best launch of one cell, and its microseconds (geometric mean over the routings); ``incumbent`` is a finalist."""
+    """The best launch of one cell, and its microseconds (geometric mean over the routings); ``incumbent`` is a finalist.
+
+    ``buffers`` are the kernel's at several places in memory.
+    """
     expected_m, cell = _cell(kernel, buffers, experts, rows)
-    run = cell.runs[0]
+    run = cell.runs[0][0]
     tiles = _REQUANT_TILES if kernel == "requant" else _SILU_TILES
     candidates = _first_stage(tiles[rows <= _LATENCY_ROWS], columns, expected_m, experts)
     _compile_ahead(run, candidates)
     cell.launches = launches_for(replay_us(capture(lambda: run(candidates[0]), 4), 4))
     best = cell.best(candidates, _KEPT)
-    for next_stage in (_second_stage, _third_stage):
+    for next_stage, kept in ((_second_stage, _KEPT), (_third_stage, _FINALISTS)):
         candidates = list(dict.fromkeys([*best, *next_stage(best)]))
         _compile_ahead(run, candidates)
-        best = cell.best(candidates, _KEPT)
+        best = cell.best(candidates, kept)
     if incumbent is not None and incumbent not in best:
         best.append(incumbent)
     best.append(_rule(kernel, columns, expected_m, experts))
-    times, engine = cell.times(best, _FINAL_REPEATS)
+    times, engine = cell.times(best, _FINAL_REPEATS, len(buffers))
     scores = _scores(times, engine)
     winner = scores.index(min(scores))
     if scores[-1] <= scores[winner] * _NOISE:
@@ -287,13 +293,13 @@ def tune(
     kinds += [("silu", n, lambda n=n: streaming.SiluBuffers(max(experts), streaming.PADDED, n)) for n in inner]
     with tqdm(total=len(kinds) * len(experts) * len(rows), unit="cell", desc="tune", disable=None) as progress:
         for kernel, columns, make_buffers in kinds:
-            buffers = None
+            buffers: list[Any] = []
             for count, row in itertools.product(experts, rows):
                 done = launches.setdefault((kernel, columns, count), [])
                 expected_m = streaming.Cell(count, streaming.PADDED, row, "even").expected_m()
                 incumbent = next((entry for entry in done if entry.expected_m == expected_m), None)
                 if incumbent is None or not keep:
-                    buffers = make_buffers() if buffers is None else buffers
+                    buffers = buffers or [make_buffers() for _ in range(streaming.PLACEMENTS)]
                     winner, microseconds = tune_cell(kernel, buffers, columns, count, row, incumbent)
                     done[:] = [*(entry for entry in done if entry is not incumbent), winner]
                     tuned_config.write_tuned(

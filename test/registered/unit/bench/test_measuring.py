@@ -325,6 +325,22 @@ def test_a_malformed_file_is_not_tuned_over_unasked(tiny, tmp_path, monkeypatch)
     assert json.loads(out.read_text())["data"]["requant"]
 
 
+def test_times_at_several_placements_are_one_geometric_mean():
+    timed = [{"ours_us": 2.0, "engine_us": None, "copy_us": 1.0}, {"ours_us": 8.0, "engine_us": None, "copy_us": 1.0}]
+    assert streaming.over_placements(timed) == {"ours_us": 4.0, "engine_us": None, "copy_us": 1.0}
+
+
+def test_every_placement_is_memory_of_its_own(tiny, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(streaming, "requant_providers", lambda buffers, cell: seen.append(buffers) or {})
+    monkeypatch.setattr(
+        streaming, "measure_cell", lambda providers, repeats: {"ours_us": float(repeats), "engine_us": None}
+    )
+    cells = sweep.run("requant", tmp_path / "out.json", [2], [1], 40, 8, placements=3)
+    assert len({buffers.x.data_ptr() for buffers in seen}) == 3
+    assert {cell["ours_us"] for cell in cells} == {3.0}  # eight turns, shared out
+
+
 def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypatch):
     rule = launch_table.MeasuredLaunch(2, 2, 4, 2, 1, 4, 1, 0)
 
@@ -337,7 +353,7 @@ def test_the_rule_stays_where_nothing_beats_it_clearly(tiny, tmp_path, monkeypat
     monkeypatch.setattr(tune_streaming, "_REQUANT_TILES", dict.fromkeys((True, False), ((1, 2, 1), (2, 1, 1))))
     monkeypatch.setattr(tune_streaming, "_compile_ahead", lambda run, candidates: None)
     monkeypatch.setattr(tune_streaming, "_rule", lambda *args: rule)
-    winner, score = tune_streaming.tune_cell("requant", streaming.RequantBuffers(2, 40, 256), 2, 2, 1)
+    winner, score = tune_streaming.tune_cell("requant", [streaming.RequantBuffers(2, 40, 256)] * 2, 2, 2, 1)
     assert winner == rule and math.isclose(score, 1.005)
 
 

@@ -64,6 +64,18 @@ def test_every_candidate_could_stand_in_a_table():
                 assert grouped_gemm_table._parse_launch(hints, launch.block_n, 2048, 7168, parts) == launch
 
 
+def test_few_experts_may_have_narrow_tiles():
+    assert {launch.block_n for launch in bench.candidates(8, True)} == {128}
+    assert {launch.block_n for launch in bench.candidates(8, True, experts=8)} == {64, 128}
+
+
+@pytest.mark.parametrize("rows", bench.PREFILL_ROWS)
+def test_what_prefill_would_take_is_among_what_is_timed_for_it(rows):
+    for block_n in grouped_gemm_table.RULE_BLOCK_NS:
+        assert all(launch.block_n == block_n for launch in bench.prefill_candidates(block_n))
+        assert grouped_gemm_table.prefill_rule(block_n, rows).block_n == block_n
+
+
 def test_one_block_n_for_all_rows_and_the_best_launch_over_all_routings_at_each():
     cells = [
         # 128 is best at 2 expected rows and bad at 17, so 64 is better over both.

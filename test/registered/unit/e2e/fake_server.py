@@ -48,6 +48,8 @@ def live_patches() -> tuple[str, ...]:
 
 
 LIVE = live_patches()
+# Whoever may choose chooses Triton here.
+BACKEND = os.environ.get("SGLANG_W4AFP8_BACKEND", "cutlass").replace("auto", "triton")
 ARM = "plugin" if LIVE else "engine"
 
 
@@ -86,12 +88,16 @@ class FakeServer:
 
     def first_call(self) -> None:
         if LIVE and not self.first_call_logged and os.environ.get("FAKE_LIE") != "silent":
-            log(f"sglang-w4afp8: first low-latency call: experts=8, expected_m=1, patches={','.join(LIVE)}")
+            call = f"experts=8, expected_m=1, backend={BACKEND}, patches={','.join(LIVE)}"
+            log(f"sglang-w4afp8: first low-latency call: {call}")
         self.first_call_logged = True
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         wrong = os.environ.get("FAKE_WRONG_TOKENS", "")
-        salt = b"wrong" if wrong == ARM or (wrong == "rows" and ARM == "engine" and self.rows % 512) else b""
+        names = (ARM, BACKEND if LIVE else "")
+        salt = (
+            b"wrong" if (wrong and wrong in names) or (wrong == "rows" and ARM == "engine" and self.rows % 512) else b""
+        )
         state, out = salt + json.dumps(prompt).encode(), []
         for _ in range(count):
             state = hashlib.sha256(state).digest()
@@ -182,6 +188,7 @@ class FakeServer:
         silu = "_silu_and_mul_masked_quant_kernel" if "silu" in shown else "_silu_and_mul_post_per_tensor_quant_kernel"
         names = [REQUANT, silu, "void deep_ep::internode_ll::dispatch<>", "void cutlass::CollectiveMmaArrayMixedInput"]
         names += [] if "problem_sizes" in shown else ["compute_problem_sizes_w4a8_kernel"]
+        names = ["_gate_up_kernel", "_down_kernel", names[2]] if shown and BACKEND == "triton" else names
         events: list[dict[str, Any]] = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}]
         for i, name in enumerate(names):
             events.append({"ph": "X", "cat": "kernel", "name": name, "ts": 100 + 10 * i, "dur": 5})

@@ -231,9 +231,11 @@ def test_the_triton_arm_is_the_plugin_with_its_backend():
     "arm, backends, problems",
     [
         (TRITON, ("triton", "triton"), []),
-        (TRITON, ("triton", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
-        (PLUGIN, ("cutlass",), []),
-        (PLUGIN, ("triton",), ["first low-latency call by triton, must be by cutlass"]),
+        (TRITON, ("cutlass", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
+        (PLUGIN, ("triton",), []),
+        (PLUGIN, ("cutlass", "triton"), ["processes disagree on what computes the experts"]),
+        (parse_arm("auto"), ("cutlass",), []),
+        (parse_arm("cutlass"), ("triton",), ["first low-latency call by triton, must be by cutlass"]),
     ],
 )
 def test_a_backend_that_is_not_the_arms_is_seen(arm, backends, problems):
@@ -804,6 +806,29 @@ def test_the_engines_wrong_rows_are_shown_and_not_held_against_it(bench):
 def test_a_server_that_lies_compares_nothing(bench):
     done = bench.run("equality", "--prompts", 2, FAKE_LIE="silent")
     assert done.returncode == 4 and not (bench.root / "out.json").exists()
+
+
+def test_the_triton_backend_is_judged_against_float_expert_layers(bench):
+    words = ("--prompts", 4, "--output-len", 8, "--arms", "cutlass", "triton", "reference")
+    done = bench.run("equality", *words)
+    assert done.returncode == 0, done.stderr
+    servers = [(line["arm"], line["env"].get("SGLANG_W4AFP8_BACKEND")) for line in bench.journal]
+    assert servers[:4] == [("engine", None), ("plugin", "cutlass"), ("plugin", "triton"), ("plugin", "reference")]
+    assert servers[4:] == [("engine", None), ("plugin", "cutlass"), ("plugin", "triton")]
+    assert ["--disable-cuda-graph" in line["flags"] for line in bench.journal] == [False] * 3 + [True] + [False] * 3
+    judged = {(cell["arm"], cell["against"]) for cell in bench.results()["cells"] if cell["judged"]}
+    assert judged == {("cutlass", "engine"), ("triton", "reference")}
+
+
+def test_other_tokens_than_the_float_reference_are_a_failure_of_the_triton_backend_alone(bench):
+    words = ("--prompts", 4, "--output-len", 8, "--arms", "cutlass", "triton", "reference")
+    done = bench.run("equality", *words, FAKE_WRONG_TOKENS="triton")
+    assert done.returncode == 5, done.stderr
+    faults = bench.results()["meta"]["faults"]
+    assert [fault.partition(":")[0] for fault in faults] == [f"triton with {rows} padded rows" for rows in (512, 128)]
+    assert all(
+        "4 of 4 prompts differ from the float reference where it is decided, by up to 1.000" in f for f in faults
+    )
 
 
 def test_only_first_differences_count_and_near_ties_are_apart():

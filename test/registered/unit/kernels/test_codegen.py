@@ -56,6 +56,12 @@ def test_scales_addressed_by_element_are_caught(target, tmp_path):
         assert "scalar loads" in fault
 
 
+def test_a_word_that_unseen_rows_wait_for_is_caught(tmp_path):
+    findings, status = run(tmp_path, "--target", "cuda:90", "--broken", "early-counts")
+    assert status == 0
+    assert [finding["faults"] for finding in findings] == [["1 words waited for before the payload is loaded"]]
+
+
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["unaligned-pointers", "odd-width"])
 def test_narrow_accesses_are_caught(target, kind, tmp_path):
@@ -115,6 +121,21 @@ def test_amd_assembly_is_counted_by_bytes_a_lane():
     assert found.stores == {12: 1, 1: 1}
 
 
+def test_a_word_waited_for_is_one_that_was_loaded():
+    lines = [
+        "/*0010*/ S2R R2, SR_TID.X ;",
+        "/*0020*/ LDG.E R6, desc[UR12][R6.64] ;",
+        "/*0030*/ R2UR UR4, R2 ;",
+        "/*0040*/ {} ;",
+        "/*0050*/ @P0 LDG.E.128 R8, desc[UR12][R4.64] ;",
+        "/*0060*/ R2UR UR5, R6 ;",
+    ]
+    assert kernel_codegen.words_waited_for("\n".join(lines).format("NOP"), 16) == 0
+    assert kernel_codegen.words_waited_for("\n".join(lines).format("@!P1 R2UR UR6, R6"), 16) == 1
+    with pytest.raises(LookupError, match="no load of 8 bytes"):
+        kernel_codegen.words_waited_for("\n".join(lines), 8)
+
+
 def _seen(loads, stores):
     found = kernel_codegen.Accesses()
     found.loads.update(loads)
@@ -136,7 +157,7 @@ WIDE = Geometry(REQUANT, 7168, 64, MaskedRowsLaunch(16, 4, 4, num_warps=4))
         ({16: 1, 8: 2, 4: 5}, {16: 2}, ["payload loads are of [8, 16], must be of 16"]),
         ({16: 1, 4: 5}, {16: 2}, ["1 payload loads, must be at least 2"]),
         ({4: 5}, {16: 2}, ["single words"]),
-        ({16: 2, 4: 5, 1: 1}, {16: 2}, ["1 loads of less than a word", "6 scalar loads"]),
+        ({16: 2, 4: 6, 1: 1}, {16: 2}, ["1 loads of less than a word", "7 scalar loads"]),
         ({16: 2, 4: 5}, {8: 4}, ["0 payload stores of 16 bytes"]),
         ({16: 2, 4: 5}, {16: 2, 1: 3}, ["3 stores of less than a word"]),
     ],

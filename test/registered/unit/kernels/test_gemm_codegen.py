@@ -19,6 +19,7 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = """
 import json, re, sys
+import sglang.srt.utils.common  # as in a server: it replaces host helpers of Triton, which kernels then cannot refer to
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -36,7 +37,8 @@ CASES = {
 def compiled(name, block_m, look_up):
     kernel, sizes, output = CASES[name]
     types = {**TYPES, "output_ptr": output, "weights": "tensordesc<i8[64,64]>"}
-    constants = dict(M=M, **sizes, BLOCK_N=64, BLOCK_M=block_m, GROUPS_PER_STEP=1, STAGES=4, LOOK_UP=look_up, PTX=True)
+    constants = dict(EXPERTS=64, EXPERT_BLOCK=64, M=M, **sizes)
+    constants |= dict(BLOCK_N=64, BLOCK_M=block_m, GROUPS_PER_STEP=1, STAGES=4, LOOK_UP=look_up, PTX=True)
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a.endswith("_ptr")}
     source = ASTSource(kernel, signature, constants, attributes)

@@ -60,7 +60,7 @@ def test_backend(text, value):
 @pytest.mark.parametrize("text", ["", "1", "trition", "cutlass,triton"])
 def test_backend_that_does_not_exist_is_refused(text):
     with pytest.raises(
-        SwitchError, match=f"^SGLANG_W4AFP8_BACKEND: is '{text}', must be one of cutlass, triton, auto$"
+        SwitchError, match=f"^SGLANG_W4AFP8_BACKEND: is '{text}', must be one of cutlass, triton, auto, reference$"
     ):
         switches.read({"SGLANG_W4AFP8_BACKEND": text})
 

@@ -279,6 +279,16 @@ def _live_rows(count, limit):
 
 
 @triton.jit
+def _tied(scale, count):
+    """``scale``, in a way that lets no arithmetic on it begin before ``count`` is there.
+
+    The count of an unseen block decides only what is stored. Left to itself an assembler loads it behind the arithmetic, and
+    the program waits for memory once more. A count below zero stores nothing, so the other value is never seen.
+    """
+    return tl.where(count >= 0, scale, 1.0)
+
+
+@triton.jit
 def _place(NUM_EXPERTS: tl.constexpr, OVERFLOW_FIRST: tl.constexpr):
     """What this program works on along the grid's last axis: whether one expert's own rows; that expert; else its slice of
     phase 2."""
@@ -347,6 +357,8 @@ def _ue8m0_to_float32(words, groups):
 def _requant_row(
     x_ptr,
     x_scale_ptr,
+    masked_m_ptr,
+    output_scale_ptr,
     output_ptr,
     expert,
     first_row,
@@ -365,28 +377,31 @@ def _requant_row(
     WIDE_OFFSETS: tl.constexpr,
     HAS_X_SCALE: tl.constexpr,
     PACKED_X_SCALE: tl.constexpr,
-    PREDICATE_LOADS: tl.constexpr,
+    UNSEEN: tl.constexpr,
 ):
     """Requantize one block of rows; the one place that writes a row, so both phases write the same bytes.
 
-    Without PREDICATE_LOADS the rows are read whether they are live or not (always inside the expert's block), so that
-    the loads need not wait for the row count; the stores always do.
+    The first row of a block is live, or UNSEEN: such rows are read whether they are live or not (always inside the expert's
+    block), together with the count that decides what is stored, instead of behind it. Returns the count and the output's
+    scale, which an UNSEEN block loads itself: where those words are at hand before the payload's loads, as values of another
+    basic block, some assemblers wait for them first.
     """
     rows = first_row + tl.arange(0, ROW_BLOCK)
-    # Only an unpredicated read can point past the block.
-    read_rows = rows if PREDICATE_LOADS else tl.minimum(rows, M - 1)
+    # Only an unseen row can be past the block.
+    read_rows = tl.minimum(rows, M - 1) if UNSEEN else rows
+    wide_expert, wide_groups = expert, groups
     if WIDE_OFFSETS:
-        expert = expert.to(tl.int64)
+        wide_expert = expert.to(tl.int64)
         read_rows = read_rows.to(tl.int64)
-        groups = groups.to(tl.int64)
-    columns = groups[:, None] * K_SCALE_BLOCK_SIZE + tl.arange(0, K_SCALE_BLOCK_SIZE)[None, :]
-    offsets = ((expert * M + read_rows) * K)[:, None, None] + columns[None, :, :]
+        wide_groups = groups.to(tl.int64)
+    columns = wide_groups[:, None] * K_SCALE_BLOCK_SIZE + tl.arange(0, K_SCALE_BLOCK_SIZE)[None, :]
+    offsets = ((wide_expert * M + read_rows) * K)[:, None, None] + columns[None, :, :]
     if HAS_X_SCALE:
-        scale_rows = expert * X_SCALE_STRIDE0 + read_rows * X_SCALE_STRIDE1
-        scale_columns = groups // 4 if PACKED_X_SCALE else groups
+        scale_rows = wide_expert * X_SCALE_STRIDE0 + read_rows * X_SCALE_STRIDE1
+        scale_columns = wide_groups // 4 if PACKED_X_SCALE else wide_groups
         scale_ptrs = x_scale_ptr + scale_rows[:, None] + (scale_columns * X_SCALE_STRIDE2)[None, :]
     g_mask = groups < K // K_SCALE_BLOCK_SIZE
-    if PREDICATE_LOADS:
+    if not UNSEEN and ROW_BLOCK > 1:
         live = rows < _live_rows(count, limit)
         load_mask = live[:, None, None]
         scale_mask = live[:, None]
@@ -404,6 +419,9 @@ def _requant_row(
         hidden = tl.load(x_ptr + offsets)
         if HAS_X_SCALE:
             scale = tl.load(scale_ptrs)
+    if UNSEEN:
+        count = tl.load(masked_m_ptr + expert)
+        output_scale = _tied(tl.load(output_scale_ptr), count)
     # Here and not where it was loaded: a warp that waits for the per-tensor scale cannot issue the loads above.
     output_scale_inv = 1.0 / output_scale
     scaled = hidden.to(tl.float32)
@@ -416,6 +434,7 @@ def _requant_row(
     if HAS_G_TAIL:
         store_mask = store_mask & g_mask[None, :, None]
     tl.store(output_ptr + offsets, quantized, mask=store_mask)
+    return count, output_scale
 
 
 # Hints change from one captured batch size to the next: one kernel serves them all.
@@ -461,39 +480,41 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
     m_grid = tl.num_programs(1)
     # Whole scale groups: one scalar scale a group, and the payload contiguous along the fast axis.
     groups = pid_g * G_BLOCK_SIZE + tl.arange(0, G_BLOCK_SIZE)
-    output_scale = tl.load(output_scale_ptr).to(tl.float32)
 
     if own:
         # Phase 1: this expert's rows below the cap.
-        count = tl.load(masked_m_ptr + pid_e)
         limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
-        if SPECULATIVE:
-            if first_row < speculative_rows:
-                _requant_row(
-                    x_ptr,
-                    x_scale_ptr,
-                    output_ptr,
-                    pid_e,
-                    first_row,
-                    count,
-                    limit,
-                    output_scale,
-                    groups,
-                    M,
-                    K,
-                    X_SCALE_STRIDE0,
-                    X_SCALE_STRIDE1,
-                    X_SCALE_STRIDE2,
-                    K_SCALE_BLOCK_SIZE,
-                    HAS_G_TAIL,
-                    ROW_BLOCK,
-                    WIDE_OFFSETS,
-                    HAS_X_SCALE,
-                    PACKED_X_SCALE,
-                    False,
-                )
-                first_row += m_grid * ROW_BLOCK
+        unseen = first_row < speculative_rows if SPECULATIVE else False
+        if unseen:
+            count, output_scale = _requant_row(
+                x_ptr,
+                x_scale_ptr,
+                masked_m_ptr,
+                output_scale_ptr,
+                output_ptr,
+                pid_e,
+                first_row,
+                0,
+                limit,
+                1.0,
+                groups,
+                M,
+                K,
+                X_SCALE_STRIDE0,
+                X_SCALE_STRIDE1,
+                X_SCALE_STRIDE2,
+                K_SCALE_BLOCK_SIZE,
+                HAS_G_TAIL,
+                ROW_BLOCK,
+                WIDE_OFFSETS,
+                HAS_X_SCALE,
+                PACKED_X_SCALE,
+                True,
+            )
+            first_row += m_grid * ROW_BLOCK
+        else:
+            count, output_scale = tl.load(masked_m_ptr + pid_e), tl.load(output_scale_ptr)
         if WRITE_PROBLEM_SIZES:
             # The two tables of the grouped GEMMs ride along: one program an expert, six words.
             first = (pid_g == 0) & (pid_m == 0)
@@ -510,6 +531,8 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
             _requant_row(
                 x_ptr,
                 x_scale_ptr,
+                masked_m_ptr,
+                output_scale_ptr,
                 output_ptr,
                 pid_e,
                 row,
@@ -528,10 +551,11 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
                 WIDE_OFFSETS,
                 HAS_X_SCALE,
                 PACKED_X_SCALE,
-                True,
+                False,
             )
     else:
         # Phase 2: the rows above the cap, shared by the overflow slices.
+        output_scale = tl.load(output_scale_ptr)
         expert_ids, rows, blocks = _overflow_blocks(masked_m_ptr, row_cap, NUM_EXPERTS, M, ROW_BLOCK, EXPERT_BLOCK)
         total = tl.sum(blocks)
         first_index = overflow_slice * m_grid + pid_m
@@ -544,6 +568,8 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
             _requant_row(
                 x_ptr,
                 x_scale_ptr,
+                masked_m_ptr,
+                output_scale_ptr,
                 output_ptr,
                 expert,
                 row,
@@ -562,7 +588,7 @@ def _fp8_per_token_quant_to_per_tensor_quant_kernel(
                 WIDE_OFFSETS,
                 HAS_X_SCALE,
                 PACKED_X_SCALE,
-                True,
+                False,
             )
 
 
@@ -797,6 +823,8 @@ def _silu_and_mul_bfloat16(gate, up):
 def _silu_and_mul_row(
     input_ptr,
     output_ptr,
+    masked_m_ptr,
+    scale_ptr,
     expert,
     first_row,
     count,
@@ -805,27 +833,29 @@ def _silu_and_mul_row(
     columns,
     M: tl.constexpr,
     N: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     FP8_MAX: tl.constexpr,
     HAS_TAIL: tl.constexpr,
     ROW_BLOCK: tl.constexpr,
     WIDE_OFFSETS: tl.constexpr,
     PTX_MATH: tl.constexpr,
-    PREDICATE_LOADS: tl.constexpr,
+    UNSEEN: tl.constexpr,
 ):
     """SiLU(gate) * up of one block of rows, quantized; the one place that writes a row, for both phases.
 
     The order of roundings is part of the contract: SiLU in float32, rounded to the input's dtype, product in float32,
-    times the inverse scale, clamped, cast.
+    times the inverse scale, clamped, cast. UNSEEN, and what is returned, as in :func:`_requant_row`.
     """
     rows = first_row + tl.arange(0, ROW_BLOCK)
-    read_rows = rows if PREDICATE_LOADS else tl.minimum(rows, M - 1)
+    read_rows = tl.minimum(rows, M - 1) if UNSEEN else rows
+    wide_expert = expert
     if WIDE_OFFSETS:
-        expert = expert.to(tl.int64)
+        wide_expert = expert.to(tl.int64)
         read_rows = read_rows.to(tl.int64)
-    row_ids = expert * M + read_rows
+    row_ids = wide_expert * M + read_rows
     gate_ptrs = input_ptr + (row_ids * (2 * N))[:, None] + columns[None, :]
     column_mask = columns < N
-    if PREDICATE_LOADS:
+    if not UNSEEN and ROW_BLOCK > 1:
         load_mask = (rows < _live_rows(count, limit))[:, None]
         if HAS_TAIL:
             load_mask = load_mask & column_mask[None, :]
@@ -837,6 +867,9 @@ def _silu_and_mul_row(
     else:
         gate = tl.load(gate_ptrs)
         up = tl.load(gate_ptrs + N)
+    if UNSEEN:
+        count = tl.load(masked_m_ptr + expert)
+        scale = _tied(tl.load(scale_ptr + expert * SCALE_STRIDE), count)
     # Here and not where it was loaded: a warp that waits for the scale cannot issue the loads above.
     scale_inv = 1.0 / scale
     if PTX_MATH:
@@ -853,6 +886,7 @@ def _silu_and_mul_row(
     if HAS_TAIL:
         store_mask = store_mask & column_mask[None, :]
     tl.store(output_ptr + (row_ids * N)[:, None] + columns[None, :], quantized, mask=store_mask)
+    return count, scale
 
 
 # Hints change from one captured batch size to the next: one kernel serves them all.
@@ -890,35 +924,40 @@ def _silu_and_mul_masked_quant_kernel(
 
     if own:
         # Phase 1: this expert's rows below the cap.
-        count = tl.load(masked_m_ptr + pid_e)
-        scale = tl.load(scale_ptr + pid_e * SCALE_STRIDE).to(tl.float32)
         limit = tl.minimum(row_cap, M)
         first_row = pid_m * ROW_BLOCK
-        if SPECULATIVE:
-            if first_row < speculative_rows:
-                _silu_and_mul_row(
-                    input_ptr,
-                    output_ptr,
-                    pid_e,
-                    first_row,
-                    count,
-                    limit,
-                    scale,
-                    columns,
-                    M,
-                    N,
-                    FP8_MAX,
-                    HAS_TAIL,
-                    ROW_BLOCK,
-                    WIDE_OFFSETS,
-                    PTX_MATH,
-                    False,
-                )
-                first_row += m_grid * ROW_BLOCK
+        unseen = first_row < speculative_rows if SPECULATIVE else False
+        if unseen:
+            count, scale = _silu_and_mul_row(
+                input_ptr,
+                output_ptr,
+                masked_m_ptr,
+                scale_ptr,
+                pid_e,
+                first_row,
+                0,
+                limit,
+                1.0,
+                columns,
+                M,
+                N,
+                SCALE_STRIDE,
+                FP8_MAX,
+                HAS_TAIL,
+                ROW_BLOCK,
+                WIDE_OFFSETS,
+                PTX_MATH,
+                True,
+            )
+            first_row += m_grid * ROW_BLOCK
+        else:
+            count, scale = tl.load(masked_m_ptr + pid_e), tl.load(scale_ptr + pid_e * SCALE_STRIDE)
         for row in tl.range(first_row, _live_rows(count, limit), m_grid * ROW_BLOCK):
             _silu_and_mul_row(
                 input_ptr,
                 output_ptr,
+                masked_m_ptr,
+                scale_ptr,
                 pid_e,
                 row,
                 count,
@@ -927,12 +966,13 @@ def _silu_and_mul_masked_quant_kernel(
                 columns,
                 M,
                 N,
+                SCALE_STRIDE,
                 FP8_MAX,
                 HAS_TAIL,
                 ROW_BLOCK,
                 WIDE_OFFSETS,
                 PTX_MATH,
-                True,
+                False,
             )
     else:
         # Phase 2: the rows above the cap, shared by the overflow slices.
@@ -945,10 +985,12 @@ def _silu_and_mul_masked_quant_kernel(
         keys = _overflow_keys(expert_ids, rows, blocks)
         for index in tl.range(first_index, total, (tl.num_programs(2) - NUM_EXPERTS) * m_grid):
             expert, row, count = _overflow_entry(index, keys, blocks, row_cap, ROW_BLOCK)
-            scale = tl.load(scale_ptr + expert * SCALE_STRIDE).to(tl.float32)
+            scale = tl.load(scale_ptr + expert * SCALE_STRIDE)
             _silu_and_mul_row(
                 input_ptr,
                 output_ptr,
+                masked_m_ptr,
+                scale_ptr,
                 expert,
                 row,
                 count,
@@ -957,12 +999,13 @@ def _silu_and_mul_masked_quant_kernel(
                 columns,
                 M,
                 N,
+                SCALE_STRIDE,
                 FP8_MAX,
                 HAS_TAIL,
                 ROW_BLOCK,
                 WIDE_OFFSETS,
                 PTX_MATH,
-                True,
+                False,
             )
 
 

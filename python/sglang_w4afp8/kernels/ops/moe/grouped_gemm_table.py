@@ -22,7 +22,7 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GROUP_SIZE, GroupedG
 
 KIND = "two_kernels"
 # Raised whenever the kernels or the weights' layout change, so that what was tuned for another one is not used.
-SCHEDULE = "2"
+SCHEDULE = "3"
 # What `auto` may lose at any row count to win at the others: the limit that the backend is held to.
 LOSS = 1.02
 # The rows of a call without an estimate: from there on a larger tile costs less than a smaller one would.
@@ -99,6 +99,7 @@ def _parse_launch(entry: Mapping[str, Any], block_n: int, columns: int, width: i
         num_warps=integer_field(entry, "num_warps", most=16, power_of_two=True),
         num_stages=integer_field(entry, "num_stages", most=8),
         look_up=flag_field(entry, "look_up"),
+        max_registers=integer_field(entry, "max_registers", least=32, most=255) if "max_registers" in entry else None,
     )
     if columns % block_n:
         raise ValueError(f"block_n: is {block_n}, must divide {columns}")
@@ -156,7 +157,7 @@ def parse(data: Mapping[str, Any]) -> Table:
 
 
 def _hints(launch: GroupedGemmLaunch) -> dict[str, int | bool]:
-    return {name: value for name, value in launch.__dict__.items() if name != "block_n"}
+    return {name: value for name, value in launch.__dict__.items() if name != "block_n" and value is not None}
 
 
 def to_data(table: Table) -> dict[str, Any]:
@@ -187,7 +188,14 @@ def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
     block_m = 8 if rows <= 4 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     threads, parts = 4 * 32, 2 if gate_up else 1
     block_m = min(block_m, _RULE_ACCUMULATORS * threads // (block_n * parts))
-    return GroupedGemmLaunch(block_n, block_m, 1, 4, 3, look_up=block_m >= 64)
+    # Three programs on a multiprocessor instead of two, which the first GEMM's smallest tiles can have without spilling.
+    max_registers = 168 if gate_up and block_m <= 16 else None
+    return GroupedGemmLaunch(block_n, block_m, 1, 4, 3, look_up=block_m >= 64, max_registers=max_registers)
+
+
+def prefill_rule(block_n: int, rows: int) -> GroupedGemmLaunch:
+    """Plain products over rows one expert after another, ``rows`` an expert on average; never from a table."""
+    return rule(block_n, rows)
 
 
 # Most accumulators a thread: a first GEMM with twice as many took more than three times as long (the search file above).
@@ -211,6 +219,11 @@ def shape_launches(gpu: str | None, n: int, k: int, experts: int) -> ShapeLaunch
     return table[n, k, _nearest(measured, experts)] if table and measured else None
 
 
+def mean_rows(expected_m: int | None) -> int:
+    """Rows of an expert on average, at least 1: the dispatcher's estimate is one above it."""
+    return ROWS_WITHOUT_ESTIMATE if expected_m is None else max(1, expected_m - 1)
+
+
 @functools.lru_cache(maxsize=4096)
 def launches(
     gpu: str | None, n: int, k: int, experts: int, block_ns: tuple[int, int], expected_m: int | None
@@ -221,8 +234,7 @@ def launches(
     if shape is not None and shape.block_ns == block_ns:
         pair = shape.at(ROWS_WITHOUT_ESTIMATE if expected_m is None else expected_m)
         return pair.gate_up, pair.down
-    # The estimate is one above the mean.
-    rows = ROWS_WITHOUT_ESTIMATE if expected_m is None else max(1, expected_m - 1)
+    rows = mean_rows(expected_m)
     return rule(block_ns[0], rows, gate_up=True), rule(block_ns[1], rows)
 
 

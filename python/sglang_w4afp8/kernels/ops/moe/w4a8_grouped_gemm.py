@@ -20,7 +20,27 @@ far fewer instructions than a look-up and one matrix product more, so it is mean
 A third kernel computes plain products from the same weights over rows that stand one expert after another: what the engine's
 prefill calls for. It needs no second copy of the weights and no scratch, and its speed is that of its tiles, not CUTLASS's.
 
-Used where ``SGLANG_W4AFP8_BACKEND`` says so (``srt/layers/moe/two_kernels.py``). Not measured yet.
+Used where ``SGLANG_W4AFP8_BACKEND`` says so (``srt/layers/moe/two_kernels.py``).
+
+What limits it, on an H200 with 64 experts of DeepSeek-V3 (``benchmark/results/h200``: times in ``two_kernels.json``, counters
+in ``two_kernels_ncu.json``). Up to 8 rows an expert it is memory: both kernels read their weights once at 78 - 82% of the
+DRAM's peak, with 17 - 30% of the warps that a multiprocessor could hold and half of its issue slots busy. From 32 rows on it is
+the chain from a group's bytes to its scaled sums: DRAM at 68% (23% at 128 rows), issue slots still half busy, and no warp ready
+in half of the cycles, because the sums leave registers for two programs a multiprocessor only.
+
+Version by version, the whole layer:
+
+* A program walks all rows of its expert (``two_kernels_serial_rows.json``): 357 us at one row, 366 at 8, even load; but 691
+  at 8 rows where one expert has 16 times the mean. A second step over an expert's rows reads its weights again and nobody
+  shares the work, so tiles had to be as large as the largest expert: 447 at 16 rows.
+* Blocks of rows of all experts in one list, which any grid walks: 382 us in that skewed case, and 385 at 16 rows. It costs
+  2 - 3% at even load: every program looks at all row counts, and an expert is no longer known to be the same in all lanes, so
+  that addresses take registers: 195 in the first kernel's tiles of 16 rows, too many for three programs a multiprocessor. The
+  launch caps them (168, without spilling).
+
+Rejected, by the searches (``two_kernels_wide.search.json``, ``two_kernels.search.json``): up to 32 rows five stages, eight
+warps and, with 64 experts, tiles of 64 columns; two scale groups a step in tiles of more than 8 rows. With 8 experts there are
+too few tiles to fill the GPU, and the layer is slower than CUTLASS in half of the measured cells.
 """
 
 from dataclasses import dataclass
@@ -84,6 +104,8 @@ class GroupedGemmLaunch:
         num_stages: iterations whose loads are in flight.
         look_up: weights are unpacked by a look-up and not as offsets: more instructions, and a third to a half fewer matrix
             products, which is what counts with many rows.
+        max_registers: most registers a thread may take, which decides how many programs share a multiprocessor; None: as
+            many as the compiler likes.
     """
 
     block_n: int = 64
@@ -92,6 +114,7 @@ class GroupedGemmLaunch:
     num_warps: int = 4
     num_stages: int = 4
     look_up: bool = False
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -217,6 +240,30 @@ def _products(packed, x_low, x_high, offset_products, LOOK_UP: tl.constexpr, PTX
 
 
 @triton.jit
+def _block_ends(
+    row_counts_ptr,
+    limit,
+    COUNTS_STRIDE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Int32: where each expert's blocks of rows end, if all blocks are counted one expert after another."""
+    experts = tl.arange(0, EXPERT_BLOCK)
+    counts = tl.load(row_counts_ptr + experts * COUNTS_STRIDE, mask=experts < EXPERTS, other=0)
+    return tl.cumsum((tl.minimum(tl.maximum(counts, 0), limit) + BLOCK_M - 1) // BLOCK_M, 0)
+
+
+@triton.jit
+def _expert_and_row(block, ends, BLOCK_M: tl.constexpr):
+    """The expert (int64) that a block belongs to, and the block's first row among the expert's."""
+    before = ends <= block
+    expert = tl.sum(before.to(tl.int32), 0)
+    first_block = tl.max(tl.where(before, ends, 0), 0)
+    return expert.to(tl.int64), (block - first_block) * BLOCK_M
+
+
+@triton.jit
 def _gate_up_kernel(
     x_ptr,
     x_scale_ptr,
@@ -225,6 +272,8 @@ def _gate_up_kernel(
     masked_m_ptr,
     output_scale_ptr,
     output_ptr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -239,23 +288,23 @@ def _gate_up_kernel(
     LOOK_UP: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Grid (N / BLOCK_N, experts): fp8(silu(gate) * up / output_scale) of an expert's live rows.
+    """Any 1-D grid: fp8(silu(gate) * up / output_scale) of every expert's live rows.
 
     x [E, M, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N, K / 128, 2, BLOCK_N, 64]; weight scales
     [E, K / 128, 2 N]; output [E, M, N] fp8.
     """
-    pid_n = tl.program_id(0)
-    expert = tl.program_id(1).to(tl.int64)
     GROUPS: tl.constexpr = K // 128
     TILES: tl.constexpr = N // BLOCK_N
-    live_rows = tl.minimum(tl.maximum(tl.load(masked_m_ptr + expert), 0), M)
-    if live_rows == 0:
-        return
-    first_tile = (((expert * TILES + pid_n) * GROUPS) * (2 * BLOCK_N)).to(tl.int32)
-    columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate_scales = weight_scale_ptr + expert * (GROUPS * 2 * N) + columns
+    ends = _block_ends(masked_m_ptr, M, 1, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    tasks = tl.max(ends, 0) * TILES
     inner = tl.arange(0, 64)
-    for first_row in range(0, live_rows, BLOCK_M):
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        pid_n = task % TILES
+        expert, first_row = _expert_and_row(task // TILES, ends, BLOCK_M)
+        live_rows = tl.minimum(tl.load(masked_m_ptr + expert), M)
+        first_tile = (((expert * TILES + pid_n) * GROUPS) * (2 * BLOCK_N)).to(tl.int32)
+        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        gate_scales = weight_scale_ptr + expert * (GROUPS * 2 * N) + columns
         rows = first_row + tl.arange(0, BLOCK_M)
         live = rows < live_rows
         x_ptrs = x_ptr + (expert * M + rows)[None, :] * K + inner[:, None]
@@ -346,6 +395,8 @@ def _down_kernel(
     weight_scale_ptr,
     masked_m_ptr,
     output_ptr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -356,32 +407,30 @@ def _down_kernel(
     LOOK_UP: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Grid (N / BLOCK_N, experts): bf16 products of an expert's live rows with one activation scale for all.
+    """Any 1-D grid: bf16 products of every expert's live rows with one activation scale for all.
 
     x [E, M, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N, K / 128, BLOCK_N, 64]; weight scales [E, K / 128, N];
     output [E, M, N].
     """
-    pid_n = tl.program_id(0)
-    expert = tl.program_id(1).to(tl.int64)
     GROUPS: tl.constexpr = K // 128
     TILES: tl.constexpr = N // BLOCK_N
-    live_rows = tl.minimum(tl.maximum(tl.load(masked_m_ptr + expert), 0), M)
-    if live_rows == 0:
-        return
-    first_tile = (((expert * TILES + pid_n) * GROUPS) * BLOCK_N).to(tl.int32)
-    columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
-    for first_row in range(0, live_rows, BLOCK_M):
-        offsets = first_row + tl.arange(0, BLOCK_M)
+    ends = _block_ends(masked_m_ptr, M, 1, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    tasks = tl.max(ends, 0) * TILES
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        pid_n = task % TILES
+        expert, first_row = _expert_and_row(task // TILES, ends, BLOCK_M)
+        live_rows = tl.minimum(tl.load(masked_m_ptr + expert), M)
+        columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = first_row + tl.arange(0, BLOCK_M)
         _write_rows(
             x_ptr,
             x_scale_ptr,
             weights,
-            scale_ptrs,
+            weight_scale_ptr + expert * (GROUPS * N) + columns,
             output_ptr,
-            expert * M + offsets,
-            offsets < live_rows,
-            first_tile,
+            expert * M + rows,
+            rows < live_rows,
+            (((expert * TILES + pid_n) * GROUPS) * BLOCK_N).to(tl.int32),
             columns,
             BLOCK_N,
             N,
@@ -406,6 +455,8 @@ def _rows_kernel(
     output_ptr,
     total_rows,
     COUNTS_STRIDE: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    EXPERT_BLOCK: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     PARTS: tl.constexpr,
@@ -416,36 +467,35 @@ def _rows_kernel(
     LOOK_UP: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """Grid (N / BLOCK_N, experts): products of an expert's rows, which begin at its first row, with one activation scale.
+    """Any 1-D grid: products of every expert's rows, which begin at its first row, with one activation scale.
 
     x [rows, K] fp8; weights: descriptor over tiles [E, N / BLOCK_N / PARTS, K / 128, PARTS, BLOCK_N, 64]; weight scales
     [E, K / 128, N]; output [rows, N].
     """
-    pid_n = tl.program_id(0)
-    expert = tl.program_id(1).to(tl.int64)
     GROUPS: tl.constexpr = K // 128
-    TILES: tl.constexpr = N // BLOCK_N // PARTS
-    begin = tl.minimum(tl.maximum(tl.load(first_rows_ptr + expert), 0), total_rows)
-    count = tl.minimum(tl.maximum(tl.load(row_counts_ptr + expert * COUNTS_STRIDE), 0), total_rows - begin)
-    if count == 0:
-        return
-    # Gate and up tiles alternate in memory; their columns are N / 2 apart.
-    tile = pid_n // PARTS
-    part = pid_n % PARTS
-    first_tile = (((expert * TILES + tile) * GROUPS * PARTS + part) * BLOCK_N).to(tl.int32)
-    columns = part * (N // PARTS) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    scale_ptrs = weight_scale_ptr + expert * (GROUPS * N) + columns
-    for first_row in range(0, count, BLOCK_M):
+    COLUMN_BLOCKS: tl.constexpr = N // BLOCK_N
+    TILES: tl.constexpr = COLUMN_BLOCKS // PARTS
+    ends = _block_ends(row_counts_ptr, total_rows, COUNTS_STRIDE, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    tasks = tl.max(ends, 0) * COLUMN_BLOCKS
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
+        pid_n = task % COLUMN_BLOCKS
+        expert, first_row = _expert_and_row(task // COLUMN_BLOCKS, ends, BLOCK_M)
+        begin = tl.minimum(tl.maximum(tl.load(first_rows_ptr + expert), 0), total_rows)
+        count = tl.minimum(tl.load(row_counts_ptr + expert * COUNTS_STRIDE), total_rows - begin)
+        # Gate and up tiles alternate in memory; their columns are N / 2 apart.
+        tile = pid_n // PARTS
+        part = pid_n % PARTS
+        columns = part * (N // PARTS) + tile * BLOCK_N + tl.arange(0, BLOCK_N)
         offsets = first_row + tl.arange(0, BLOCK_M)
         _write_rows(
             x_ptr,
             x_scale_ptr,
             weights,
-            scale_ptrs,
+            weight_scale_ptr + expert * (GROUPS * N) + columns,
             output_ptr,
             (begin + offsets).to(tl.int64),
             offsets < count,
-            first_tile,
+            (((expert * TILES + tile) * GROUPS * PARTS + part) * BLOCK_N).to(tl.int32),
             columns,
             PARTS * BLOCK_N,
             N,
@@ -474,7 +524,14 @@ def _constants(launch: GroupedGemmLaunch, device: torch.device) -> dict[str, int
         "LOOK_UP": launch.look_up,
         "PTX": has_ptx(device),
         "num_warps": launch.num_warps,
+        # The name is a compiler's for NVIDIA; others refuse it.
+        **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
     }
+
+
+def _programs(blocks_n: int, num_experts: int, rows: int, launch: GroupedGemmLaunch) -> int:
+    """One program for every tile of the output when each expert has ``rows``; with more rows programs go on to another tile."""
+    return blocks_n * num_experts * max(1, triton.cdiv(rows, launch.block_m))
 
 
 def _check_rows(x: torch.Tensor, output: torch.Tensor, masked_m: torch.Tensor, k: int, n: int) -> None:
@@ -499,6 +556,7 @@ def w4a8_gate_up(
     output_scale: torch.Tensor,
     output: torch.Tensor,
     launch: GroupedGemmLaunch,
+    expected_rows: int | None = None,
 ) -> None:
     """``output = fp8(silu(x @ gate) * (x @ up) / output_scale)`` over live rows, from regrouped weights.
 
@@ -509,6 +567,8 @@ def w4a8_gate_up(
         output_scale: float32, one element: the static scale of the second GEMM's input.
         output: fp8 e4m3 ``[E, M, N]``, written in place.
         launch: tile and pipeline; only ``block_n`` must be that of the weights.
+        expected_rows: how many rows an expert has on average, as the dispatcher estimates: sizes the grid, changes no byte.
+            None: one block of rows.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name.
@@ -520,7 +580,7 @@ def w4a8_gate_up(
         raise ValueError(f"x_scale: shape is {list(x_scale.shape)}, must be {[num_experts, x.size(1), groups]}")
     if x_scale.dtype != torch.float32:
         raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32")
-    _gate_up_kernel[(n // launch.block_n, num_experts)](
+    _gate_up_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),
@@ -528,6 +588,8 @@ def w4a8_gate_up(
         masked_m,
         output_scale,
         output,
+        EXPERTS=num_experts,
+        EXPERT_BLOCK=triton.next_power_of_2(num_experts),
         M=x.size(1),
         N=n,
         K=k,
@@ -547,6 +609,7 @@ def w4a8_down(
     masked_m: torch.Tensor,
     output: torch.Tensor,
     launch: GroupedGemmLaunch,
+    expected_rows: int | None = None,
 ) -> None:
     """``output = x_scale * (x @ w)`` over live rows, bf16, from regrouped weights.
 
@@ -555,20 +618,22 @@ def w4a8_down(
         w_q, w_scale: regrouped with ``gate_up=False`` and this launch's ``block_n``; shapes as they were, ``[E, N, K / 2]``.
         masked_m: int32 ``[E]``, live rows per expert.
         output: bfloat16 (or float32) ``[E, M, N]``, written in place.
-        launch: as in :func:`w4a8_gate_up`.
+        launch, expected_rows: as in :func:`w4a8_gate_up`.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name.
     """
     num_experts, n, groups = _check_weights(w_q, w_scale, launch.block_n, False)
     _check_rows(x, output, masked_m, groups * GROUP_SIZE, n)
-    _down_kernel[(n // launch.block_n, num_experts)](
+    _down_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),
         w_scale,
         masked_m,
         output,
+        EXPERTS=num_experts,
+        EXPERT_BLOCK=triton.next_power_of_2(num_experts),
         M=x.size(1),
         N=n,
         K=groups * GROUP_SIZE,
@@ -616,7 +681,9 @@ def w4a8_rows(
             raise ValueError(f"{name}: shape is {list(numbers.shape)}, must be [{num_experts}]")
     if not first_rows.is_contiguous():
         raise ValueError(f"first_rows: stride is {first_rows.stride(0)}, must be contiguous")
-    _rows_kernel[(n // launch.block_n, num_experts)](
+    # The engine makes one of them for the rows that came and the other for the most that may.
+    total_rows = min(x.size(0), output.size(0))
+    _rows_kernel[(_programs(n // launch.block_n, num_experts, triton.cdiv(total_rows, num_experts), launch),)](
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),
@@ -624,9 +691,10 @@ def w4a8_rows(
         first_rows,
         row_counts,
         output,
-        # The engine makes one of them for the rows that came and the other for the most that may.
-        min(x.size(0), output.size(0)),
+        total_rows,
         COUNTS_STRIDE=row_counts.stride(0),
+        EXPERTS=num_experts,
+        EXPERT_BLOCK=triton.next_power_of_2(num_experts),
         N=n,
         K=k,
         PARTS=2 if layout.gate_up else 1,

@@ -4,7 +4,8 @@ Stands in for the function of the same name in the engine's file of the same pat
 according to which patches are live, so an A/B can switch one step at a time; what is not ours is looked up in the engine's
 module at call time.
 
-A layer whose weights have been regrouped for the Triton backend takes two launches instead of all that (`two_kernels`).
+A layer whose weights have been regrouped for the Triton backend takes two launches instead of all that (`two_kernels`), and the
+reference backend float32 operations of torch (`reference_experts`).
 """
 
 import functools
@@ -17,7 +18,7 @@ import torch
 
 from sglang_w4afp8 import lifecycle
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
-from sglang_w4afp8.srt.layers.moe import two_kernels, w4a8_gemm
+from sglang_w4afp8.srt.layers.moe import reference_experts, two_kernels, w4a8_gemm
 
 _GROUP_SIZE = 128
 
@@ -156,6 +157,14 @@ def _grouped_gemm(
     )
 
 
+def _backend(w1_q: torch.Tensor) -> str:
+    """What computes a layer: ``triton``, ``reference`` or ``cutlass``."""
+    if two_kernels.layout_of(w1_q) is not None:
+        return "triton"
+    asked = lifecycle.is_live("two_kernels") and two_kernels.backend() == "reference"
+    return "reference" if asked else "cutlass"
+
+
 # torch.compile calls it as it is: tiles are chosen by host code, and there is nothing to fuse between compiled kernels.
 @torch.compiler.disable
 def cutlass_w4a8_moe_deepep_ll(
@@ -211,17 +220,19 @@ def cutlass_w4a8_moe_deepep_ll(
     intermediate_size = w2_q.size(2) * 2
     topk = topk_ids_.size(1)
     a1_scale, a2_scale = a1_scale.float(), a2_scale.float()
-    regrouped = two_kernels.layout_of(w1_q) is not None
+    backend = _backend(w1_q)
     lifecycle.log_first_call(
         num_experts=num_experts,
         padded_rows=padded_rows,
         hidden=hidden,
         intermediate_size=intermediate_size,
         expected_m=expected_m,
-        backend="triton" if regrouped else "cutlass",
+        backend=backend,
     )
 
-    if regrouped:
+    if backend == "reference":
+        return reference_experts.moe_deepep_ll(a_states, a_scales, w1_q, w2_q, w1_scale, w2_scale, masked_m, a2_scale)
+    if backend == "triton":
         return two_kernels.moe_deepep_ll(
             a_states, a_scales, w1_q, w2_q, w1_scale, w2_scale, masked_m, a1_scale, a2_scale, expected_m
         )

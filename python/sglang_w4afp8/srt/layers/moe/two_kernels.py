@@ -66,7 +66,7 @@ _said: set[str] = set()
 
 @functools.cache
 def backend() -> str:
-    """``cutlass``, ``triton`` or ``auto``, as the switch said when it was first asked for."""
+    """``cutlass``, ``triton``, ``auto`` or ``reference``, as the switch said when it was first asked for."""
     return switches.read().backend
 
 
@@ -308,6 +308,7 @@ def moe_deepep_ll(
         (first.block_n, second.block_n),
         expected_m,
     )
+    rows = table.mean_rows(expected_m)
     groups = hidden // _GROUP_SIZE
     if a_scales is None or a_scales.dtype != torch.float32:
         payload = torch.empty(a_states.shape, dtype=torch.float8_e4m3fn, device=a_states.device)
@@ -316,9 +317,9 @@ def moe_deepep_ll(
     inner = torch.empty(
         (num_experts, padded_rows, intermediate_size), device=a_states.device, dtype=torch.float8_e4m3fn
     )
-    two.w4a8_gate_up(a_states, a_scales, w1_q, w1_scale, masked_m, a2_scale, inner, gate_up)
+    two.w4a8_gate_up(a_states, a_scales, w1_q, w1_scale, masked_m, a2_scale, inner, gate_up, rows)
     output = torch.empty((num_experts, padded_rows, hidden), device=a_states.device, dtype=torch.bfloat16)
-    two.w4a8_down(inner, a2_scale, w2_q, w2_scale, masked_m, output, down)
+    two.w4a8_down(inner, a2_scale, w2_q, w2_scale, masked_m, output, down, rows)
     return output
 
 
@@ -338,7 +339,7 @@ def _rows_gemm(
     """
     if a.dim() != 2:
         raise ValueError(f"a: shape is {list(a.shape)}, must be [rows, K]: padded rows go through our own chain")
-    launch = table.rule(layout.block_n, -(-a.size(0) // b.size(0)))
+    launch = table.prefill_rule(layout.block_n, -(-a.size(0) // b.size(0)))
     two.w4a8_rows(a, a_scales, b, b_scales, experts_offsets, problem_sizes[:, 1], d, launch, layout)
 
 

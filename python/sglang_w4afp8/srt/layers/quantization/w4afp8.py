@@ -105,7 +105,7 @@ def process_weights_after_loading(original: Callable[..., Any], self: Any, layer
         _share_scales(layer, scales, problems)
     if problems:
         raise ValueError("; ".join(problems))
-    if backend != "cutlass":
+    if backend in ("triton", "auto"):
         two_kernels.regroup_layer(self, layer, backend)
     return result
 

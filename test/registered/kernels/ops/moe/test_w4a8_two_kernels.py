@@ -121,15 +121,16 @@ def payload(experts, padded, k, rows, seed=1):
     return values, scales, x.to(DEVICE), poisoned.to(DEVICE), masked_m.to(DEVICE)
 
 
-ROWS = [[5, 0, 18], [0, 0, 0], [1, 1, 1], [20, 3, 0]]
+# Live rows per expert, and the estimate that sizes the grid: none, right, far too large, far too small.
+ROWS = [([5, 0, 18], None), ([0, 0, 0], 4), ([1, 1, 1], 40), ([20, 3, 0], 1)]
 LAUNCHES = [
     GroupedGemmLaunch(block_n, *rest, look_up=look_up)
     for block_n, *rest in ((64, 8, 1, 4, 3), (32, 16, 1, 4, 3), (64, 16, 2, 4, 2), (32, 32, 2, 4, 3))
     for look_up in (False, True)
-]
+] + [GroupedGemmLaunch(64, 16, 1, 4, 3, max_registers=128)]
 
 
-def run_gate_up(values, scales, packed, interleaved, rows, launch, output_scale, n):
+def run_gate_up(values, scales, packed, interleaved, rows, launch, output_scale, n, expected_rows=None):
     """The kernel on a payload whose padding is NaN, into a poisoned output; returns the output on the CPU."""
     experts, padded = values.shape[:2]
     masked_m = torch.tensor(rows, dtype=torch.int32)
@@ -142,14 +143,14 @@ def run_gate_up(values, scales, packed, interleaved, rows, launch, output_scale,
         t.to(DEVICE) for t in (x, x_scale, packed, interleaved, masked_m, torch.tensor([output_scale]), output)
     ]
     two.regroup_weights(arguments[2], arguments[3], launch.block_n, gate_up=True)
-    two.w4a8_gate_up(*arguments, launch)
+    two.w4a8_gate_up(*arguments, launch, expected_rows)
     assert (arguments[-1].cpu().view(torch.uint8)[~live] == SENTINEL).all()
     return arguments[-1].cpu()
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows, expected_rows", ROWS)
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_gate_up_is_exact_where_every_step_is(rows, launch):
+def test_gate_up_is_exact_where_every_step_is(rows, expected_rows, launch):
     # The interpreter's cast to e4m3 loses carries, so every result here is representable: a gate of 32, whose SiLU is 32
     # in float32, times a single product of an integer and powers of two.
     experts, padded, n, k = 3, 20, 64, 256
@@ -166,7 +167,7 @@ def test_gate_up_is_exact_where_every_step_is(rows, launch):
     scales = 2.0 ** torch.randint(-2, 1, (experts, padded, k // 128), generator=generator)
     scales[:, :, 0] = 1.0
     packed, interleaved = pack_int4(weight_values), interleave_scales(weight_scales).to(torch.bfloat16)
-    output = run_gate_up(values, scales, packed, interleaved, rows, launch, 4.0, n)
+    output = run_gate_up(values, scales, packed, interleaved, rows, launch, 4.0, n, expected_rows)
     dense = dequantized(weight_values, weight_scales)
     for expert, count in enumerate(rows):
         gate, up = (dequantized(values[expert, :count], scales[expert, :count]) @ dense[expert].T).chunk(2, dim=1)
@@ -175,15 +176,15 @@ def test_gate_up_is_exact_where_every_step_is(rows, launch):
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter's cast to e4m3 loses carries")
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows, expected_rows", ROWS)
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_gate_up_against_float64(rows, launch):
+def test_gate_up_against_float64(rows, expected_rows, launch):
     experts, padded, n, k = 3, 20, 64, 256
     weight_values, weight_scales, packed, interleaved = weights(experts, 2 * n, k)
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(-8, 9, (experts, padded, k), generator=generator).float()
     scales = 2.0 ** torch.randint(-8, -5, (experts, padded, k // 128), generator=generator)
-    output = run_gate_up(values, scales, packed, interleaved, rows, launch, 0.25, n)
+    output = run_gate_up(values, scales, packed, interleaved, rows, launch, 0.25, n, expected_rows)
     dense = dequantized(weight_values, weight_scales)
     for expert, count in enumerate(rows):
         gate, up = (dequantized(values[expert, :count], scales[expert, :count]) @ dense[expert].T).chunk(2, dim=1)
@@ -193,9 +194,9 @@ def test_gate_up_against_float64(rows, launch):
         assert (difference <= expected.abs() * 2**-4 + 2**-10).all()
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows, expected_rows", ROWS)
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_down_is_exact_where_the_arithmetic_is(rows, launch):
+def test_down_is_exact_where_the_arithmetic_is(rows, expected_rows, launch):
     experts, padded, n, k = 3, 20, 64, 256
     weight_values, weight_scales, packed, interleaved = weights(experts, n, k)
     two.regroup_weights(packed, interleaved, launch.block_n, gate_up=False)
@@ -204,11 +205,32 @@ def test_down_is_exact_where_the_arithmetic_is(rows, launch):
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     output = torch.full((experts, padded, n), -7.0, dtype=dtype, device=DEVICE)
     scale = torch.tensor([0.5], device=DEVICE)
-    two.w4a8_down(x, scale, packed, interleaved, masked_m, output, launch)
+    two.w4a8_down(x, scale, packed, interleaved, masked_m, output, launch, expected_rows)
     dense = dequantized(weight_values, weight_scales)
     for expert, count in enumerate(rows):
         # Integers times powers of two: float32 sums are exact, so the output's dtype is the only rounding.
         expected = (values[expert, :count].double() @ dense[expert].T * 0.5).to(dtype)
+        assert torch.equal(output[expert, :count].cpu(), expected)
+        assert (output[expert, count:] == -7.0).all()
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 90, 1, 0, 7, 8], [96] * 7, [0] * 6 + [1], [-3, 500, 0, 0, 0, 0, 9]])
+@pytest.mark.parametrize("expected_rows", [1, 8, 100_000])
+def test_every_block_of_rows_is_computed_once_whatever_the_grid(counts, expected_rows):
+    # Counts that no dispatcher gives are taken as none and as all.
+    experts, padded, n, k = 7, 96, 64, 128
+    launch = GroupedGemmLaunch(64, 8, 1, 4, 3)
+    weight_values, weight_scales, packed, interleaved = weights(experts, n, k)
+    two.regroup_weights(packed, interleaved, launch.block_n, gate_up=False)
+    live = [min(max(count, 0), padded) for count in counts]
+    values, _, x, _, _ = payload(experts, padded, k, live)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    output = torch.full((experts, padded, n), -7.0, dtype=dtype, device=DEVICE)
+    masked_m = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    two.w4a8_down(x, torch.ones(1, device=DEVICE), packed, interleaved, masked_m, output, launch, expected_rows)
+    dense = dequantized(weight_values, weight_scales)
+    for expert, count in enumerate(live):
+        expected = (values[expert, :count].double() @ dense[expert].T).to(dtype)
         assert torch.equal(output[expert, :count].cpu(), expected)
         assert (output[expert, count:] == -7.0).all()
 

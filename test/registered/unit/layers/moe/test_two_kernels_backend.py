@@ -425,6 +425,15 @@ def test_the_same_layer_stays_with_cutlass_by_default_and_where_no_table_says_ot
     assert len(done.lines("experts stay with CUTLASS: no table compares the backends")) == (backend == "auto")
 
 
+def test_the_reference_backend_is_exact_and_calls_no_kernel(stub):
+    done = run(stub, LOW_LATENCY, "reference")
+    assert done.result["regrouped"] is False
+    assert done.result["gemms"] == 0
+    assert done.result["fp8"] == [True] * 3
+    (call,) = done.lines("first low-latency call")
+    assert "backend=reference" in call
+
+
 # --- the weights' life ---
 
 
