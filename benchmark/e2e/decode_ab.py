@@ -84,6 +84,7 @@ class Start:
     kernels: dict[str, int]
     top_kernels: list[tuple[str, int, float]]
     per_layer_us: dict[str, float]
+    backend: str = "cutlass"
 
 
 async def _measure_once(
@@ -165,14 +166,15 @@ async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -
     raise NotProvedError(f"profile: {last}")
 
 
-def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], list[str]]:
-    """The live patches and what contradicts the arm."""
+def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], str, list[str]]:
+    """The live patches, what computed the experts, and what contradicts the arm."""
     seen = evidence.read_log(server.log_text())
     problems = evidence.check_log(server.arm, seen)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
+    backend = evidence.computed_by(server.arm, seen)
     if profile is not None:
-        problems += evidence.check_kernels(live, profile.counts, evidence.computed_by(server.arm, seen))
-    return live, problems
+        problems += evidence.check_kernels(live, profile.counts, backend)
+    return live, backend, problems
 
 
 async def _start_of(server: Server, plan: Plan, block: int, ready_s: float, traces: Path) -> Start:
@@ -189,7 +191,7 @@ async def _start_of(server: Server, plan: Plan, block: int, ready_s: float, trac
 def _finished(
     server: Server, block: int, samples: list[dict[str, Any]], ready_s: float, profile: evidence.Profile
 ) -> Start:
-    live, problems = prove(server, profile)
+    live, backend, problems = prove(server, profile)
     return Start(
         arm=server.arm.name,
         block=block,
@@ -201,6 +203,7 @@ def _finished(
         kernels=dict(profile.counts),
         top_kernels=profile.top(),
         per_layer_us=profile.per_layer_us(),
+        backend=backend,
     )
 
 
@@ -368,6 +371,7 @@ def _cell(
         "concurrency": concurrency,
         "arm": arm.name,
         "patches": next(",".join(start.live) for start in starts if start.arm == arm.name),
+        "backend": next(start.backend for start in starts if start.arm == arm.name),
         "tokens_per_s": round(statistics.median([s.tokens_per_s for s in samples]), 1),
         "tpot_ms": round(statistics.median([s.tpot_ms for s in samples]), 4),
         "engine_log_tokens_per_s": round(statistics.median(own), 1) if own else None,

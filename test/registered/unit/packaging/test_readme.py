@@ -209,7 +209,12 @@ def test_what_to_expect_adds_the_kernels_of_a_layer(renderer: ModuleType, tmp_pa
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"meta": META, "cells": cells}))
     (row,) = [line for line in renderer.expectations_section(tmp_path).splitlines() if line.startswith("| 6")]
     # 10 us of the streaming steps and 150 of either GEMM; 310 us x 58 layers.
-    assert row == "| 64 | 16 | 10 | 300 | 310 | 18.0 |"
+    assert row == "| 64 | 16 | 10 | 300 | 310 | 18.0 |  |  |"
+    shape = {"hidden": 7168, "inner": 2048, "experts": 64, "rows": 16, "engine_us": 700.0}
+    two = [{**shape, "routing": routing, "triton_us": us} for routing, us in (("random", 300.0), ("even", 1.0))]
+    (tmp_path / "h200" / "two_kernels.json").write_text(json.dumps({"meta": META, "cells": two}))
+    (row,) = [line for line in renderer.expectations_section(tmp_path).splitlines() if line.startswith("| 6")]
+    assert row == "| 64 | 16 | 10 | 300 | 310 | 18.0 | 400 | 23.2 |"
 
 
 def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_path: Path) -> None:
