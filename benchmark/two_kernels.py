@@ -18,10 +18,10 @@ The floor is the time to read the live experts' weights and scales at the speed 
 same run. The layer's result is compared with a float64 reference over sampled rows, and so are the chains'.
 
 ``--accuracy`` compares the errors of the three over payloads, weights and static scales of several kinds, some of them made to
-hurt, and keeps them in the same file.
+hurt, and keeps them in a file beside (``two_kernels_accuracy.json``).
 
 ``--prefill`` times the plain product that answers for the engine's grouped GEMM on regrouped weights in normal mode, against
-the compiled kernel on weights as they were loaded, and keeps it there too.
+the compiled kernel on weights as they were loaded (``two_kernels_prefill.json``).
 """
 
 from __future__ import annotations
@@ -498,18 +498,23 @@ def prefill_cell(
 
 def run_prefill(options: argparse.Namespace, meta: Mapping[str, Any], kernel: Callable[..., Any]) -> None:
     """Every prefill cell that the file does not hold yet."""
-    content = read_done(options.out, meta)
-    done = content.get("prefill", [])
+    path = beside(options.out, "prefill")
+    done = read_done(path, meta).get("cells", [])
     layer = moe_layer.Layer(PREFILL_EXPERTS, 512, options.hidden, options.inner, "cuda")
     regrouped = Regrouped(layer)
     for rows, gemm in tqdm(list(itertools.product(PREFILL_ROWS, GEMMS)), unit="cell", desc="prefill", disable=None):
         key = {"hidden": options.hidden, "inner": options.inner, "experts": PREFILL_EXPERTS, "rows": rows, "gemm": gemm}
         if not _matching(done, key):
             done.append({**key, **prefill_cell(layer, regrouped, gemm == "gate_up", rows, kernel, options.repeats)})
-            write_json(options.out, {"meta": meta, "cells": [], **content, "prefill": done})
+            write_json(path, {"meta": meta, "cells": done})
 
 
 # ---- files
+
+
+def beside(out: Path, what: str) -> Path:
+    """The file of another thing that is measured here: ``two_kernels.json`` and ``two_kernels_accuracy.json``."""
+    return out.with_stem(f"{out.stem}_{what}")
 
 
 def read_done(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -562,8 +567,7 @@ def run_measurement(
     searched: Sequence[Result],
 ) -> list[Result]:
     """The planned cells with the launches that the search speaks for; one measured with others before is done again."""
-    content = read_done(options.out, meta)
-    done = content.get("cells", [])
+    done = read_done(options.out, meta).get("cells", [])
     table = make_table(searched, ())
     bandwidth = stream_bandwidth(torch.device("cuda"))
     for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="two_kernels", disable=None):
@@ -579,19 +583,19 @@ def run_measurement(
         done = [entry for entry in done if not _matching([entry], key)]
         launches = (pair.gate_up, pair.down)
         done.append({**key, **measure_cell(layer, regrouped, cell, kernel, launches, options.repeats, bandwidth)})
-        write_json(options.out, {**content, "meta": meta, "cells": done})
+        write_json(options.out, {"meta": meta, "cells": done})
     return done
 
 
 def run_accuracy(options: argparse.Namespace, meta: Mapping[str, Any], kernel: Callable[..., Any]) -> bool:
     """Every case that the file does not hold yet; False where an error is above the engine's."""
-    content = read_done(options.out, meta)
-    done = content.get("accuracy", [])
+    path = beside(options.out, "accuracy")
+    done = read_done(path, meta).get("cells", [])
     for case, rows in tqdm(list(itertools.product(ACCURACY, ACCURACY_ROWS)), unit="case", disable=None):
         key = {"hidden": options.hidden, "inner": options.inner, "case": case, "rows": rows}
         if not _matching(done, key):
             done.append({**key, **accuracy_cell(case, rows, options.hidden, options.inner, kernel)})
-            write_json(options.out, {"meta": meta, "cells": [], **content, "accuracy": done})
+            write_json(path, {"meta": meta, "cells": done})
     above = [entry for entry in done if not entry["not_above"]]
     for entry in above:
         print(f"two_kernels: an error is above the engine's: {entry}", file=sys.stderr)

@@ -311,6 +311,39 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         where={"routing": ("even",), "hidden": (7168,), "experts": (64, 256), "rows": (1, 4, 8, 16, 32, 64, 128)},
     ),
     ResultTable(
+        title="Error of a layer against float64",
+        file="h200/two_kernels_accuracy.json",
+        note=(
+            "Relative error of the layer over sampled live rows, and the largest of any row, on payloads, weights and static "
+            "input scales of several kinds; the largest over 1, 8 and 64 rows per expert. The two kernels round once less."
+        ),
+        group_by=("case",),
+        columns=(
+            most("engine", "engine_rel_err"),
+            most("CUTLASS chain", "cutlass_rel_err"),
+            most("two kernels", "triton_rel_err"),
+            most("worst row, engine", "engine_worst_row"),
+            most("worst row, two kernels", "triton_worst_row"),
+            share("never above the engine's", "not_above"),
+        ),
+    ),
+    ResultTable(
+        title="Prefill on regrouped weights",
+        file="h200/two_kernels_prefill.json",
+        note=(
+            "One grouped GEMM over rows that stand one expert after another, as the engine's normal mode calls it: "
+            "microseconds of the compiled kernel on weights as they were loaded, and of the Triton product on regrouped ones, "
+            "with the launch that a server takes and with the best of those tried."
+        ),
+        group_by=("experts", "rows", "gemm"),
+        columns=(
+            one("CUTLASS", "cutlass_us", 0),
+            one("Triton", "rule_us", 0),
+            one("best", "best_us", 0),
+            ratio("CUTLASS / Triton", "cutlass_us", "rule_us", geometric_mean),
+        ),
+    ),
+    ResultTable(
         title="Decoding on the real server",
         file="h200/e2e_decode.json",
         note=(

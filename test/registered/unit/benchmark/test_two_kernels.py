@@ -115,10 +115,14 @@ def test_a_table_holds_times_only_of_the_launches_that_it_holds(monkeypatch, tmp
 def test_a_run_goes_on_with_its_own_file(tmp_path):
     path = tmp_path / "out.json"
     assert bench.read_done(path, META) == {}
-    content = {"meta": META, "cells": [{"rows": 1}], "accuracy": [{"rows": 8}]}
+    content = {"meta": META, "cells": [{"rows": 1}]}
     path.write_text(json.dumps(content))
     assert bench.read_done(path, META) == content
     assert bench.read_done(path, {**META, "command": "another"}) == content
+
+
+def test_what_else_is_measured_stands_beside():
+    assert bench.beside(Path("results/two_kernels.json"), "accuracy") == Path("results/two_kernels_accuracy.json")
 
 
 @pytest.mark.parametrize("key", measure.SET_UP)

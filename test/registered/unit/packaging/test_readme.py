@@ -138,6 +138,7 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
     try:
         import fuzz_device
         import moe_layer
+        import two_kernels
     finally:
         sys.path.remove(str(ROOT / "benchmark"))
     us = {"ours_us": 2.0, "engine_us": 4.0, "legacy_us": 8.0, "copy_us": 1.0}
@@ -157,6 +158,25 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
             {**c, "hidden": 7168, **us, "cutlass_us": 3.0, "triton_us": 2.0, "floor_us": 1.0, "weight_stream_tb_s": 3.5}
             for c in grid
             if c["experts"] in (64, 256)
+        ],
+        "two_kernels_accuracy": [
+            {
+                "case": case,
+                "rows": rows,
+                **{
+                    f"{arm}_{kind}": 0.03
+                    for arm in ("engine", "cutlass", "triton")
+                    for kind in ("rel_err", "worst_row")
+                },
+                "not_above": True,
+            }
+            for case in two_kernels.ACCURACY
+            for rows in two_kernels.ACCURACY_ROWS
+        ],
+        "two_kernels_prefill": [
+            {"experts": 64, "rows": rows, "gemm": gemm, "cutlass_us": 300.0, "rule_us": 290.0, "best_us": 280.0}
+            for rows in two_kernels.PREFILL_ROWS
+            for gemm in two_kernels.GEMMS
         ],
         "e2e_decode": [
             {
