@@ -25,8 +25,8 @@ Used where ``SGLANG_W4AFP8_BACKEND`` says so (``srt/layers/moe/two_kernels.py``)
 What limits it, on an H200 with 64 experts of DeepSeek-V3 (``benchmark/results/h200``: times in ``two_kernels.json``, counters
 in ``two_kernels_ncu.json``). Up to 8 rows an expert it is memory: both kernels read their weights once at 78 - 82% of the
 DRAM's peak, with 17 - 30% of the warps that a multiprocessor could hold and half of its issue slots busy. From 32 rows on it is
-the chain from a group's bytes to its scaled sums: DRAM at 68% (23% at 128 rows), issue slots still half busy, and no warp ready
-in half of the cycles, because the sums leave registers for two programs a multiprocessor only.
+the chain from a group's bytes to its scaled sums: DRAM at 64 - 68% (23 - 26% at 128 rows), issue slots still half busy, and no
+warp ready in half of the cycles, because the sums leave registers for only two or three programs a multiprocessor.
 
 Version by version, the whole layer:
 
