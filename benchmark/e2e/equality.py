@@ -41,7 +41,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import client, evidence, report
-from harness.arms import ENGINE, PLUGIN, REFERENCE, Arm, parse_arm, plugin_digest
+from harness.arms import CUTLASS, ENGINE, PLUGIN, REFERENCE, TRITON, Arm, parse_arm, plugin_digest
 from harness.cli import (
     FAILED,
     INCOMPLETE,
@@ -76,7 +76,7 @@ class Outputs:
     live: list[str]
     tokens: dict[str, list[list[int]]]
     gaps: list[list[float]]
-    backend: str = "cutlass"
+    backend: str = CUTLASS
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def judge(
     repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])
     for other in (reference, *others):
         # The engine's own other rows are shown, not judged, and so is whoever rounds otherwise than the engine.
-        must_equal = other.arm != ENGINE and other.backend == "cutlass"
+        must_equal = other.arm != ENGINE and other.backend == CUTLASS
         for name in _PASSES:
             gaps = reference.gaps if name == SINGLE else None
             # All at once, the reference itself is what it is on its first pass.
@@ -207,13 +207,17 @@ def judge(
             cells.append(_cell(other, name, found, judged, role, ENGINE))
         if exact is not None and other is not exact:
             found = compare_tokens(exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, float_tie)
-            judged = other.backend == "triton"
+            judged = other.backend == TRITON
             if judged and found.different:
                 faults.append(
                     f"{other.arm} with {other.rows} padded rows: {found.different} of {found.prompts} prompts differ from the "
                     f"float reference where it is decided, by up to {found.largest_gap:.3f}"
                 )
             cells.append(_cell(other, SINGLE, found, judged, "must equal" if judged else "shown", REFERENCE))
+        elif other.backend == TRITON:
+            faults.append(
+                f"{other.arm} with {other.rows} padded rows: not judged, its reference is missing: add {REFERENCE!r}"
+            )
     return cells, faults
 
 
@@ -260,6 +264,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     install_cleanup()
     try:
         arms = [parse_arm(text) for text in args.arms]
+        if TRITON in args.arms and REFERENCE not in args.arms:
+            raise ValueError(
+                f"arms: are {args.arms}, must have {REFERENCE!r} beside {TRITON!r}, which is judged against it"
+            )
         model = Model.read(args.model_path, args.model_name)
         right = launch_options(args, [1, args.prompts])
         tokens = args.other_dispatch_tokens or next(n for n in (128, 64, 32, 16) if n * args.ep % RIGHT_ROWS)

@@ -38,7 +38,8 @@ class Arm:
     @property
     def computes(self) -> str | None:
         """What must compute the experts; None where the plugin may choose."""
-        return None if self.backend == AUTO else self.backend
+        backend = self.backend or default_backend()
+        return None if backend == AUTO else backend
 
     @property
     def slug(self) -> str:
@@ -67,6 +68,14 @@ def _plugin() -> ModuleType:
         sys.path.append(str(Path(__file__).resolve().parents[3] / "python"))
         from sglang_w4afp8 import plugin
     return plugin
+
+
+def default_backend() -> str:
+    """What the plugin takes where nothing is asked for."""
+    _plugin()
+    from sglang_w4afp8 import switches
+
+    return switches.Settings().backend
 
 
 def known_patches() -> tuple[str, ...]:

@@ -231,10 +231,11 @@ def test_the_triton_arm_is_the_plugin_with_its_backend():
     "arm, backends, problems",
     [
         (TRITON, ("triton", "triton"), []),
-        (TRITON, ("cutlass", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
-        (PLUGIN, ("triton",), []),
-        (PLUGIN, ("cutlass", "triton"), ["processes disagree on what computes the experts"]),
+        (TRITON, ("triton", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
+        (PLUGIN, ("cutlass",), []),
+        (PLUGIN, ("triton",), ["first low-latency call by triton, must be by cutlass"]),
         (parse_arm("auto"), ("cutlass",), []),
+        (parse_arm("auto"), ("cutlass", "triton"), ["processes disagree on what computes the experts"]),
         (parse_arm("cutlass"), ("triton",), ["first low-latency call by triton, must be by cutlass"]),
     ],
 )
@@ -818,6 +819,14 @@ def test_the_triton_backend_is_judged_against_float_expert_layers(bench):
     assert ["--disable-cuda-graph" in line["flags"] for line in bench.journal] == [False] * 3 + [True] + [False] * 3
     judged = {(cell["arm"], cell["against"]) for cell in bench.results()["cells"] if cell["judged"]}
     assert judged == {("cutlass", "engine"), ("triton", "reference")}
+
+
+@pytest.mark.parametrize("arm, status", [("triton", 2), ("auto", 5)])
+def test_the_triton_backend_is_never_unjudged(bench, arm, status):
+    """Named, it is refused before a server starts; chosen by the plugin, it is a fault of the comparison."""
+    done = bench.run("equality", "--prompts", 2, "--output-len", 4, "--arms", arm)
+    assert done.returncode == status, done.stderr
+    assert bool(bench.journal) == (status == 5) and "'reference'" in done.stderr
 
 
 def test_other_tokens_than_the_float_reference_are_a_failure_of_the_triton_backend_alone(bench):
