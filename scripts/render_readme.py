@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -140,10 +141,6 @@ def ratio_of_totals(heading: str, above: str, below: str) -> Column:
         return f"{math.fsum(cell[above] for cell in cells) / math.fsum(cell[below] for cell in cells):.2f}"
 
     return Column(heading, text)
-
-
-def geometric_mean(values: Sequence[float]) -> float:
-    return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def _interval(cells: Sequence[Cell]) -> str:

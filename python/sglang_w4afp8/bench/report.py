@@ -6,10 +6,10 @@ so the bytes per second of every provider do too.
 """
 
 import csv
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean as geometric_mean
 from typing import Any
 
 from sglang_w4afp8.bench import streaming
@@ -72,11 +72,6 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(value.rjust(width) for value, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    logarithms = [math.log(value) for value in values]
-    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def write_csv(path: Path, meta: Mapping[str, Any], cells: Sequence[Cell]) -> None:
