@@ -66,6 +66,13 @@ def make_every_patch_live(kernel: Callable[..., Any]) -> None:
         sys.modules["sgl_kernel"] = stand_in
 
 
+# Stride tables of the first and the second grouped GEMM, in the order of the kernel's arguments: a, b, d, scales.
+GEMM_STRIDES = (
+    ("a_strides1", "b_strides1", "c_strides1", "s_strides13"),
+    ("a_strides2", "b_strides2", "c_strides2", "s_strides2"),
+)
+
+
 class Layer:
     """Weights of one layer and a payload, at the largest size of a run; cells are slices."""
 
@@ -150,11 +157,10 @@ def chains(layer: Layer, cell: streaming.Cell, kernel: Callable[..., Any]) -> di
         gateup_input = empty(layer.hidden, torch.float8_e4m3fn)
         requant(x, x_scale, masked_m, layer.a1_scale, gateup_input, **hint)
         c1, c2 = empty(2 * layer.inner, torch.bfloat16), empty(layer.hidden, torch.bfloat16)
-        first = [strides[name] for name in ("a_strides1", "b_strides1", "c_strides1", "s_strides13")]
+        first, second = ([strides[name] for name in names] for names in GEMM_STRIDES)
         kernel(c1, gateup_input, w1, layer.a1_scale, w1_scale, offsets[:-1], sizes1, *first, GROUP, TOPK)
         down_input = empty(layer.inner, torch.float8_e4m3fn)
         silu(c1, down_input, masked_m, layer.a2_scale)
-        second = [strides[name] for name in ("a_strides2", "b_strides2", "c_strides2", "s_strides2")]
         kernel(c2, down_input, w2, layer.a2_scale, w2_scale, offsets[:-1], sizes2, *second, GROUP, TOPK)
         return c2
 

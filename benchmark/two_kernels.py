@@ -78,8 +78,9 @@ _FEW_EXPERTS = 32
 def candidates(rows: int, gate_up: bool, wide: bool = False, experts: int = 64) -> list[GroupedGemmLaunch]:
     """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few.
 
-    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load): up to
-    32 rows tiles of 128 columns and four warps, and for few experts also of 64.
+    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load,
+    ``benchmark/results/h200/two_kernels_wide.search.json``): up to 32 rows tiles of 128 columns and four warps. For few
+    experts also tiles of 64 columns.
     """
     columns = (64, 128) if experts <= _FEW_EXPERTS else (128,)
     blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
@@ -213,19 +214,28 @@ def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Ce
         providers = {
             launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up", wide, cell.experts)
         }
-        # The assembler runs outside of the interpreter's lock. A new thread has no context until it asks for one, and where
-        # nothing is left to compile, a tensor map is the first thing that it would make.
-        with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
-            outcomes = list(pool.map(_error_of_call, providers.values()))
-        failed = [name for name, error in zip(providers, outcomes, strict=True) if error]
-        torch.cuda.synchronize()
-        for name in failed:
-            del providers[name]
-        if not providers:
-            raise SystemExit(f"two_kernels: no candidate of {gemm} can be launched for {cell}: {outcomes[0]}")
-        medians = interleaved_medians(providers, SEARCH_REPEATS)
+        medians = interleaved_medians(launchable(f"{gemm} for {cell}", providers), SEARCH_REPEATS)
         found[gemm] = {name: round(us, 2) for name, us in medians.items()}
     return found
+
+
+def launchable(what: str, providers: Mapping[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
+    """The calls that can be launched here, all compiled. Those that cannot are left out, and why is said.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    # The assembler runs outside of the interpreter's lock. A new thread has no context until it asks for one, and where
+    # nothing is left to compile, a tensor map is the first thing that it would make.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
+        outcomes = list(pool.map(_error_of_call, providers.values()))
+    torch.cuda.synchronize()
+    for name, error in zip(providers, outcomes, strict=True):
+        if error is not None:
+            tqdm.write(f"two_kernels: {what}: left out {name}: {type(error).__name__}: {error}", file=sys.stderr)
+    if all(outcomes):
+        raise SystemExit(f"two_kernels: no candidate of {what} can be launched: {outcomes[0]}")
+    return {name: run for (name, run), error in zip(providers.items(), outcomes, strict=True) if error is None}
 
 
 def _error_of_call(run: Callable[[], None]) -> Exception | None:
@@ -435,13 +445,13 @@ PREFILL_ROWS = (16, 64, 256, 1024)
 PREFILL_EXPERTS = 64
 
 
-def prefill_candidates(block_n: int) -> list[GroupedGemmLaunch]:
-    """Launches worth timing for plain products over many rows."""
-    found = []
+def prefill_launches(block_n: int, rows: int) -> list[GroupedGemmLaunch]:
+    """Launches worth timing for plain products over many rows: first what a server takes."""
+    found = [grouped_gemm_table.rule(block_n, rows)]
     for block_m, warps, stages in itertools.product((32, 64, 128), (4, 8), (3, 4)):
         if block_n * block_m // (warps * 32) <= 128:
             found.append(GroupedGemmLaunch(block_n, block_m, 1, warps, stages, look_up=block_m >= 64))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def prefill_cell(
@@ -455,12 +465,8 @@ def prefill_cell(
     x = torch.randn((total, k), device=device).mul_(8).to(torch.float8_e4m3fn)
     first_rows = counts.cumsum(0, dtype=torch.int32) - counts
     sizes = torch.stack((torch.full_like(counts, n), counts, torch.full_like(counts, k)), dim=1).contiguous()
-    which = (
-        ("a_strides1", "b_strides1", "c_strides1", "s_strides13")
-        if gate_up
-        else ("a_strides2", "b_strides2", "c_strides2", "s_strides2")
-    )
-    strides = [layer.strides(experts)[name] for name in which]
+    tables = layer.strides(experts)
+    strides = [tables[name] for name in moe_layer.GEMM_STRIDES[0 if gate_up else 1]]
     weights = (layer.w1, layer.w1_scale) if gate_up else (layer.w2, layer.w2_scale)
     w_q, w_scale = (tensor[:experts] for tensor in weights)
     theirs, ours = (torch.empty((total, n), dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -471,12 +477,9 @@ def prefill_cell(
     def triton_gemm(launch: GroupedGemmLaunch) -> Callable[[], None]:
         return lambda: two.w4a8_rows(x, scale, tiles, tile_scales, first_rows, sizes[:, 1], ours, launch, layout)
 
-    rule = grouped_gemm_table.prefill_rule(block_n, rows)
-    launches = list(dict.fromkeys([rule, *prefill_candidates(block_n)]))
-    providers = {launch_name(launch): triton_gemm(launch) for launch in launches}
-    with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
-        outcomes = list(pool.map(_error_of_call, providers.values()))
-    providers = {name: run for (name, run), error in zip(providers.items(), outcomes, strict=True) if error is None}
+    rule, *others = prefill_launches(block_n, rows)
+    what = f"prefill of {rows} rows"
+    providers = launchable(what, {launch_name(launch): triton_gemm(launch) for launch in (rule, *others)})
     arguments = (x, w_q, scale, w_scale, first_rows, sizes, *strides, two.GROUP_SIZE, moe_layer.TOPK)
     providers["cutlass"] = lambda: kernel(theirs, *arguments)
     providers["cutlass"]()

@@ -70,10 +70,27 @@ def test_few_experts_may_have_narrow_tiles():
 
 
 @pytest.mark.parametrize("rows", bench.PREFILL_ROWS)
-def test_what_prefill_would_take_is_among_what_is_timed_for_it(rows):
+def test_what_prefill_takes_is_timed_first_and_once(rows):
     for block_n in grouped_gemm_table.RULE_BLOCK_NS:
-        assert all(launch.block_n == block_n for launch in bench.prefill_candidates(block_n))
-        assert grouped_gemm_table.prefill_rule(block_n, rows).block_n == block_n
+        launches = bench.prefill_launches(block_n, rows)
+        assert launches[0] == grouped_gemm_table.rule(block_n, rows)
+        assert len(set(launches)) == len(launches) > 4
+        assert all(launch.block_n == block_n for launch in launches)
+
+
+def test_a_launch_that_is_left_out_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(bench.torch.cuda, "synchronize", lambda: None)
+
+    def broken():
+        raise RuntimeError("Unsupported function referenced")
+
+    def sound():
+        pass
+
+    assert bench.launchable("down", {"a": broken, "b": sound}) == {"b": sound}
+    assert "down: left out a: RuntimeError: Unsupported function referenced" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="no candidate of down can be launched: Unsupported function"):
+        bench.launchable("down", {"a": broken})
 
 
 def test_one_block_n_for_all_rows_and_the_best_launch_over_all_routings_at_each():

@@ -183,7 +183,7 @@ def to_data(table: Table) -> dict[str, Any]:
 def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
     """Without a table: a step over the rows is one tile up to 64 rows, as long as a thread can hold its accumulators, and the
     look-up where matrix products count more than instructions. Depth and warps are those that were best on an H200 with 64
-    experts and up to 32 rows (``benchmark/results/h200/two_kernels.search.json``)."""
+    experts and up to 32 rows (``benchmark/results/h200/two_kernels_wide.search.json``)."""
     # A second step reads the weights again, so the smallest tile is for rows that hardly ever exceed it.
     block_m = 8 if rows <= 4 else 16 if rows <= 16 else 32 if rows <= 32 else 64
     threads, parts = 4 * 32, 2 if gate_up else 1
@@ -191,11 +191,6 @@ def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
     # Three programs on a multiprocessor instead of two, which the first GEMM's smallest tiles can have without spilling.
     max_registers = 168 if gate_up and block_m <= 16 else None
     return GroupedGemmLaunch(block_n, block_m, 1, 4, 3, look_up=block_m >= 64, max_registers=max_registers)
-
-
-def prefill_rule(block_n: int, rows: int) -> GroupedGemmLaunch:
-    """Plain products over rows one expert after another, ``rows`` an expert on average; never from a table."""
-    return rule(block_n, rows)
 
 
 # Most accumulators a thread: a first GEMM with twice as many took more than three times as long (the search file above).

@@ -339,7 +339,7 @@ def _rows_gemm(
     """
     if a.dim() != 2:
         raise ValueError(f"a: shape is {list(a.shape)}, must be [rows, K]: padded rows go through our own chain")
-    launch = table.prefill_rule(layout.block_n, -(-a.size(0) // b.size(0)))
+    launch = table.rule(layout.block_n, -(-a.size(0) // b.size(0)))
     two.w4a8_rows(a, a_scales, b, b_scales, experts_offsets, problem_sizes[:, 1], d, launch, layout)
 
 
