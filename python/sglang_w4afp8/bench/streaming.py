@@ -28,8 +28,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 ROUTINGS = ("even", "random", "skew16")
 # Holds the hot expert of the largest skewed cell.
 PADDED = 2048
-# Where in memory a buffer lies moves a time by a few percent as long as much of it stays in the L2, and not for every kernel
-# alike: a cell is timed on this many sets of buffers.
+# A cell is timed on this many sets of buffers, so that its figure does not hang on where in memory one of them lies.
 PLACEMENTS = 3
 
 

@@ -18,12 +18,12 @@ register_cpu_ci(est_time=60, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[4]
 SCRIPT = """
-import json, re, sys
+import json, re, subprocess, sys, tempfile
 import sglang.srt.utils.common  # as in a server: it replaces host helpers of Triton, which kernels then cannot refer to
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
+from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table, w4a8_grouped_gemm as two
 
 M, TYPES = 512, dict(
     x_ptr="*fp8e4nv", x_scale_ptr="*fp32", weight_scale_ptr="*bf16", masked_m_ptr="*i32", output_scale_ptr="*fp32",
@@ -34,21 +34,31 @@ CASES = {
     "down": (two._down_kernel, dict(N=7168, K=2048), "*bf16"),
 }
 
-def compiled(name, block_m, look_up):
+def compiled(name, launch, experts=64):
     kernel, sizes, output = CASES[name]
-    types = {**TYPES, "output_ptr": output, "weights": "tensordesc<i8[64,64]>"}
-    constants = dict(EXPERTS=64, EXPERT_BLOCK=64, M=M, **sizes)
-    constants |= dict(BLOCK_N=64, BLOCK_M=block_m, GROUPS_PER_STEP=1, STAGES=4, LOOK_UP=look_up, PTX=True)
+    types = {**TYPES, "output_ptr": output, "weights": f"tensordesc<i8[{launch.block_n},64]>"}
+    constants = dict(EXPERTS=experts, EXPERT_BLOCK=experts, M=M, **sizes, BLOCK_N=launch.block_n, BLOCK_M=launch.block_m)
+    constants |= dict(GROUPS_PER_STEP=launch.groups_per_step, STAGES=launch.num_stages, LOOK_UP=launch.look_up, PTX=True)
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a.endswith("_ptr")}
     source = ASTSource(kernel, signature, constants, attributes)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, num_stages=4))
-    return made.asm["ptx"], made.metadata.shared
+    options = dict(num_warps=launch.num_warps, num_stages=launch.num_stages, maxnreg=launch.max_registers)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+# Registers and bytes of stack a thread, as the assembler says.
+def resources(made):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [int(value) for value in re.search(r"REG:(\\d+) STACK:(\\d+)", said.stdout + said.stderr).groups()]
 
 found = {}
 for name in CASES:
     for look_up in (False, True):
-        ptx, shared = compiled(name, 16, look_up)
+        made = compiled(name, two.GroupedGemmLaunch(64, 16, 1, 4, 4, look_up))
+        ptx, shared = made.asm["ptx"], made.metadata.shared
         found[f"{name} {'look-up' if look_up else 'offset'}"] = {
             "bulk": len(re.findall(r"cp\\.async\\.bulk\\.tensor", ptx)),
             # A register operand is a list in braces before the descriptor.
@@ -58,6 +68,8 @@ for name in CASES:
             "masks": len(re.findall(r"0x0F0F0F0F", ptx)),
             "shared": shared,
         }
+rule = grouped_gemm_table.rule(128, 16, gate_up=True)
+found["capped"] = {experts: [rule.max_registers, *resources(compiled("gate_up", rule, experts))] for experts in (64, 256)}
 print(json.dumps(found))
 """
 
@@ -96,6 +108,13 @@ def test_offset_codes_are_unpacked_without_permutes(found, gemm):
     assert offset["masks"] >= 16
     # Bf16 scales are taken apart with a few; a look-up takes eight a word.
     assert offset["permutes"] <= 8 < 64 <= look_up["permutes"]
+
+
+@pytest.mark.parametrize("experts", ["64", "256"])
+def test_the_first_kernels_small_tiles_leave_room_for_three_programs_without_spilling(found, experts):
+    cap, registers, stack = found["capped"][experts]
+    assert 3 * 128 * cap <= 65536 and registers <= cap
+    assert stack == 0
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ Version by version, the whole layer:
   shares the work, so tiles had to be as large as the largest expert: 447 at 16 rows.
 * Blocks of rows of all experts in one list, which any grid walks: 382 us in that skewed case, and 385 at 16 rows. It costs
   2 - 3% at even load: every program looks at all row counts, and an expert is no longer known to be the same in all lanes, so
-  that addresses take registers: 195 in the first kernel's tiles of 16 rows, too many for three programs a multiprocessor. The
-  launch caps them (168, without spilling).
+  that addresses take registers, too many in the first kernel's tiles of 16 rows for three programs a multiprocessor. The launch
+  caps them at 168, which spills nothing (``test_gemm_codegen.py``).
 
-Rejected, by the searches (``two_kernels_wide.search.json``, ``two_kernels.search.json``): up to 32 rows five stages, eight
-warps and, with 64 experts, tiles of 64 columns; two scale groups a step in tiles of more than 8 rows. With 8 experts there are
-too few tiles to fill the GPU, and the layer is slower than CUTLASS in half of the measured cells.
+Rejected, by the wide search (``two_kernels_wide.search.json``, 64 experts, up to 32 rows): eight warps, tiles of 64 columns,
+two scale groups a step in tiles of more than 8 rows; five stages gain nothing. With 8 experts there are too few tiles to fill
+the GPU, and the layer is slower than CUTLASS in 7 of 12 measured cells.
 """
 
 from dataclasses import dataclass
