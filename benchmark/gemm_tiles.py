@@ -380,9 +380,7 @@ def measure(document: dict[str, Any], options: argparse.Namespace) -> bool:
     run["metadata"] = meta
     complete = True
     for cells in groups:
-        missing = sum(
-            2 - sum(stage in run["cells"].get(cell.key, {}) for stage in ("sweep", "verify")) for cell in cells
-        )
+        missing = sum(sum(stage not in run["cells"].get(cell.key, {}) for stage in tuning.STAGES) for cell in cells)
         with tqdm(total=missing, unit="cell", mininterval=5, file=sys.stdout) as bar:
 
             def done(cell: tuning.Cell, stage: str, bar: tqdm = bar) -> None:

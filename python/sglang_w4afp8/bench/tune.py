@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
 def _tune_gemm(options: argparse.Namespace) -> Path:
     shapes = [tuple(shape) for shape in options.gemm or w4a8_gemm_tuning.DEEPSEEK_SHAPES]
     cells = w4a8_gemm_tuning.plan_cells(shapes, options.experts, options.rows)
-    with tqdm(total=len(cells), unit="cell", desc="tune gemm", disable=None) as progress:
+    with tqdm(
+        total=len(w4a8_gemm_tuning.STAGES[:-1]) * len(cells), unit="pass", desc="tune gemm", disable=None
+    ) as progress:
         return w4a8_gemm_tuning.tune_gemm(
             shapes,
             options.experts,

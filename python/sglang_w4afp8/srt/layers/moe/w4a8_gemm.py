@@ -141,7 +141,7 @@ class SplitChoice:
     """Two launches: experts of at most `rows` live rows with one tile, those of more with another.
 
     An estimate is a mean, and 17 rows need two steps of a tile of 16; here every expert gets the tile of its own rows. It
-    costs a second launch and a small kernel. Whether that pays is for the tuner to measure; no shipped table names one.
+    costs a second launch and a small kernel; whether that pays is for the tuner to measure.
     """
 
     few: TileChoice

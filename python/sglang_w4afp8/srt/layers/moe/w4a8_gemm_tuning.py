@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
 import re
 import statistics
 import time
@@ -52,10 +53,14 @@ SKEW = 16
 # A tile's error against the float reference is bf16 rounding, 0.0017; a wrong K tile gives 0.61.
 MAX_RELATIVE_ERROR = 0.003
 # What a tile may lose to the fastest under random routing, and to the engine's call in any routing: tight, then loose.
+# To the engine it counts in the worse of two passes: a split measured 1% faster in one and 2.5% slower in the next.
 CLOSE = ((1.02, 1.01), (1.03, 1.02))
 ROUTING_WEIGHTS = {"random": 2.0, "skew16": 1.0}
 # Half the inter-quartile range, relative to the median, from which more turns are taken, and how often.
 _QUIET, _ROUNDS_MAX = 0.005, 5
+# Stages of a cell (see `run_sweep`), and how near to the sweep's fastest a tile must be to be timed again.
+STAGES = ("sweep", "confirm", "verify")
+_NEAR = 1.05
 # Largest m worth probing: 64 experts of 512 rows are 32768, and no known limit is above 4096.
 LARGEST_M = 16384
 
@@ -362,12 +367,12 @@ def time_runs(
     for graph in graphs.values():
         graph.replay()
     times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
+    order, shuffler = list(runs), random.Random(0)
     for _ in range(_ROUNDS_MAX):
         events = []
         for _ in range(repeats):
-            # Every turn begins with the next run: none is always the first behind another.
-            order.append(order.pop(0))
+            # Another order every turn: a run is slowed or helped by what ran just before it.
+            shuffler.shuffle(order)
             for name in order:
                 start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
@@ -567,12 +572,17 @@ def measure_cell(
 # ---- choice
 
 
-def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: bool = True) -> list[str]:
+def rank_tiles(
+    by_routing: Mapping[str, Mapping[str, float]],
+    engine_is_right: bool = True,
+    confirmed: Mapping[str, Mapping[str, float]] | None = None,
+) -> list[str]:
     """Names of the tiles of one (experts, rows), best first.
 
     Args:
         by_routing: us by routing (`random`, and where measured `skew16`), then by name; `engine` is the engine's call.
         engine_is_right: whether the engine's time counts (a wrong result is no yardstick).
+        confirmed: the same from a second pass, of some tiles; what a tile loses to the engine there counts too.
 
     First the tiles that under random routing are close to the fastest and that in no routing lose to the engine, first
     with the tight limits of `CLOSE`, then with its loose ones, by their weighted time over the routings; then those
@@ -589,7 +599,8 @@ def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: b
 
     def order(name: str) -> tuple[int, float]:
         to_fastest = random[name] / fastest["random"]
-        to_engine = max(us[name] / us["engine"] for us in by_routing.values()) if engine_is_right else 0.0
+        passes = [*by_routing.values(), *(us for us in (confirmed or {}).values() if name in us)]
+        to_engine = max(us[name] / us["engine"] for us in passes) if engine_is_right else 0.0
         for tier, (fastest_limit, engine_limit) in enumerate(CLOSE):
             if to_fastest <= fastest_limit and to_engine <= engine_limit:
                 return tier, weighted(name)
@@ -599,19 +610,20 @@ def rank_tiles(by_routing: Mapping[str, Mapping[str, float]], engine_is_right: b
 
 
 def build_table(
-    cells: Iterable[tuple[Cell, Mapping[str, Any]]],
+    cells: Iterable[tuple[Cell, Sequence[Mapping[str, Any]]]],
     buckets: Mapping[tuple[int, int], Sequence[TileBucket]],
 ) -> dict[str, Any]:
-    """`data` of the tuned file (`GemmTileTable.parse` reads it) from measured cells whose every tile is right."""
-    groups: dict[tuple[int, int], dict[tuple[int, int], dict[int, dict[str, Any]]]] = {}
-    for cell, measured in cells:
-        right = {
-            name: us
-            for name, us in measured["us"].items()
-            if name == "engine" or measured["rel_err"][name] < MAX_RELATIVE_ERROR
-        }
+    """`data` of the tuned file (`GemmTileTable.parse` reads it) from the passes over every cell, only tiles that are right."""
+    groups: dict[tuple[int, int], dict[tuple[int, int], dict[int, list[dict[str, Any]]]]] = {}
+    for cell, passes in cells:
         by_padded = groups.setdefault((cell.n, cell.k), {}).setdefault((cell.experts, cell.rows), {})
-        by_padded.setdefault(cell.padded, {})[cell.routing] = right
+        by_routing = by_padded.setdefault(cell.padded, [{}, {}])
+        for measured, found in zip(passes, by_routing, strict=False):
+            found[cell.routing] = {
+                name: us
+                for name, us in measured["us"].items()
+                if name == "engine" or measured["rel_err"][name] < MAX_RELATIVE_ERROR
+            }
     shapes = []
     for (n, k), points in sorted(groups.items()):
         choices = []
@@ -619,9 +631,10 @@ def build_table(
             # One buffer size decides: the first for which the engine's own call is right, since that is a candidate
             # too.
             padded = min(by_padded, key=lambda size: not w4a8_gemm.engine_gemm_is_right(size, k))
-            if "random" not in by_padded[padded]:
+            by_routing, confirmed = by_padded[padded]
+            if "random" not in by_routing:
                 continue
-            order = rank_tiles(by_padded[padded], w4a8_gemm.engine_gemm_is_right(padded, k))
+            order = rank_tiles(by_routing, w4a8_gemm.engine_gemm_is_right(padded, k), confirmed)
             choices.append({"experts": experts, "rows": rows, "order": order})
         listed = [{"low": b.low, "high": b.high, "kernel": b.kernel} for b in buckets[n, k]]
         if choices:
@@ -693,9 +706,9 @@ def run_sweep(
 ) -> bool:
     """Probe, measure and verify `cells` into `run`; what `run` already holds is not measured again.
 
-    Stages of a cell: `sweep` times the engine's call and every tile. `verify`, once the whole sweep has given a table,
-    times the engine's call, what `choose_tile` picks from that table (`chosen`) and the tiles that were within 5% of
-    the fastest: a choice is not judged by the measurement that made it.
+    Stages of a cell: `sweep` times the engine's call and every tile, `confirm` again those within 5% of the fastest.
+    `verify`, once these have given a table, times the engine's call, what `choose_tile` picks from that table
+    (`chosen`) and the tiles within 5% of the fastest: a choice is not judged by the measurement that made it.
 
     Args:
         run: `{"probes": {...}, "cells": {...}}`, filled in place.
@@ -724,7 +737,7 @@ def run_sweep(
         )
         for n, k in shapes
     }
-    for stage in ("sweep", "verify") if verify else ("sweep",):
+    for stage in STAGES if verify else STAGES[:-1]:
         table = w4a8_gemm.GemmTileTable.parse(table_data(run)) if stage == "verify" else None
         for cell in cells:
             entry = stored.setdefault(cell.key, {"cell": vars(cell).copy()})
@@ -736,10 +749,11 @@ def run_sweep(
             choices = candidate_tiles(
                 probed_buckets(probe), probe["engine_tile"], cell.experts, cell.padded, cell.k, cell.rows
             )
-            if table is not None:
+            if stage != "sweep":
                 us = entry["sweep"]["us"]
                 fastest = min(us[name] for name in choices)
-                choices = {name: choice for name, choice in choices.items() if us[name] <= 1.05 * fastest}
+                choices = {name: choice for name, choice in choices.items() if us[name] <= _NEAR * fastest}
+            if table is not None:
                 sizes = (cell.n, cell.k, cell.experts, cell.padded, cell.expected_m, MODEL_TOPK)
                 chosen = w4a8_gemm.choose_tile(*sizes, table)
                 choices.pop(chosen.name, None)
@@ -755,8 +769,12 @@ def probed_buckets(probe: Mapping[str, Any]) -> tuple[TileBucket, ...]:
 
 
 def table_data(run: Mapping[str, Any]) -> dict[str, Any]:
-    """`data` of the tuned file from the sweep stages that `run` holds."""
-    measured = [(Cell(**entry["cell"]), entry["sweep"]) for entry in run["cells"].values() if "sweep" in entry]
+    """`data` of the tuned file from the sweep and confirm stages that `run` holds."""
+    measured = [
+        (Cell(**entry["cell"]), [entry[stage] for stage in STAGES[:-1] if stage in entry])
+        for entry in run["cells"].values()
+        if "sweep" in entry
+    ]
     buckets = {}
     for shape, probe in run["probes"].items():
         n, k = (int(size) for size in shape.split("x"))

@@ -713,6 +713,20 @@ def test_a_wrong_engine_is_no_yardstick():
     assert tuning.rank_tiles({"random": random}, engine_is_right=False) == ["a", "b"]
 
 
+def test_what_loses_to_the_engine_in_either_pass_is_ranked_behind():
+    random = {"engine": 138.0, "one": 100.5, "split": 100.0}
+    skew = {"engine": 100.0, "one": 100.9, "split": 98.0}
+    assert tuning.rank_tiles({"random": random, "skew16": skew}) == ["split", "one"]
+    second = {"skew16": {"engine": 100.0, "one": 101.0, "split": 102.5}}
+    assert tuning.rank_tiles({"random": random, "skew16": skew}, confirmed=second) == ["one", "split"]
+    cells = [
+        (tuning.Cell(16, 512, 64, 512, 16, routing), [{"us": us, "rel_err": dict.fromkeys(us, 0.0)} for us in passes])
+        for routing, passes in (("random", [random]), ("skew16", [skew, second["skew16"]]))
+    ]
+    choices = tuning.build_table(cells, {(16, 512): ()})["shapes"][0]["choices"]
+    assert choices == [{"experts": 64, "rows": 16, "order": ["one", "split"]}]
+
+
 DEMANGLED = (
     "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<"
     "int, int, int>>, cutlass::gemm::collective::CollectiveMmaArrayMixedInput<cutlass::gemm::"
@@ -808,7 +822,7 @@ def test_the_sweep_measures_checks_chooses_and_resumes(monkeypatch):
     options = {"repeats": 1, "names": _names_of_the_double(double)}
     assert not tuning.run_sweep(*arguments, deadline=float("-inf"), **options)
     assert tuning.run_sweep(*arguments, done=lambda cell, stage: done.append((cell.key, stage)), **options)
-    assert [stage for _, stage in done] == ["sweep"] * 9 + ["verify"] * 9
+    assert [stage for _, stage in done] == ["sweep"] * 9 + ["confirm"] * 9 + ["verify"] * 9
     for entry in run["cells"].values():
         cell = tuning.Cell(**entry["cell"])
         for name, error in entry["verify"]["rel_err"].items():
