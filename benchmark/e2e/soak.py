@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def write(elapsed: float, complete: bool) -> list[str]:
         errors = evidence.error_lines(server.log_text(served_from))
-        calls = evidence.read_log(server.log_text()).first_calls
+        seen = evidence.read_log(server.log_text())
         grown = growth(samples, schedule.round_s, "gpu_mib")
         found = faults(tally, errors, grown, args.memory_tolerance, args.concurrency)
         summary = {
@@ -308,7 +308,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "sound": complete and not found,
             "faults": found,
             "arm": arm.name,
-            "patches": list(dict.fromkeys(name for names in calls for name in names)),
+            "backend": evidence.computed_by(arm, seen),
+            "patches": list(dict.fromkeys(name for names in seen.first_calls for name in names)),
             "levels": levels(args.concurrency),
             "hold_s": args.hold,
             "longest_input": args.longest_input,

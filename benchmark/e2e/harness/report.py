@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -48,8 +49,14 @@ def version(distribution: str) -> str:
 
 
 def nvidia_smi(*fields: str) -> list[list[str]]:
-    """One row of the fields per GPU; empty where there is none. A process of its own: no CUDA context is made here."""
+    """One row of the fields per GPU that a server may use (``CUDA_VISIBLE_DEVICES``); empty where there is none.
+
+    A process of its own: no CUDA context is made here.
+    """
     query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        query.append(f"--id={visible}")
     try:
         out = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError):

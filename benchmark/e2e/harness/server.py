@@ -129,7 +129,7 @@ class LaunchOptions:
 
     def shown(self, arm: Arm) -> str:
         """The command as a user would type it, without folders of this machine."""
-        shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", _UNIFORM_SWITCH)
+        shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", "SGLANG_JIT_DEEPGEMM", _UNIFORM_SWITCH)
         ours = {key: value for key, value in self.environ(arm).items() if key.startswith(shown)}
         words = [
             Path(word).name if word.startswith("/") else word

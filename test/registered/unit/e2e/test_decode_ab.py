@@ -532,6 +532,16 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
                 os.kill(pid, signal.SIGKILL)
 
 
+def test_only_the_gpus_that_servers_may_use_are_asked_about(bench, monkeypatch):
+    smi = bench.root / "bin" / "nvidia-smi"
+    smi.write_text('#!/bin/sh\necho "$@"\n')
+    monkeypatch.setenv("PATH", str(smi.parent), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert report.nvidia_smi("uuid") == [["--query-gpu=uuid --format=csv", "noheader", "nounits"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert report.nvidia_smi("uuid") == [["--query-gpu=uuid --format=csv", "noheader", "nounits --id=1"]]
+
+
 def test_ab_measures_proves_and_reports(bench):
     done = bench.ab()
     assert done.returncode == 0, done.stderr
