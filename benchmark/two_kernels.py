@@ -315,7 +315,7 @@ def measure_cell(
 def make_table(
     searched: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
 ) -> dict[tuple[int, int, int], ShapeLaunches]:
-    """Launches of every searched shape, with the layer's times where they were measured: means over the routings."""
+    """Launches of every searched shape, and the layer's times where measured: of the routing that is Triton's worst."""
     table = {}
     shapes = sorted({(cell["inner"], cell["hidden"], cell["experts"]) for cell in searched})
     for n, k, experts in shapes:
@@ -329,11 +329,8 @@ def make_table(
                 for cell in _matching(measured, {**wanted, "expected_m": expected_m})
                 if [cell[gemm] for gemm in GEMMS] == [launch.__dict__ for launch in launches]
             ]
-            means = [
-                round(geometric_mean(cell[name] for cell in times), 2) if times else None
-                for name in ("triton_us", "cutlass_us")
-            ]
-            pairs.append(MeasuredPair(expected_m, *launches, *means))
+            worst = max(times, key=lambda cell: cell["triton_us"] / cell["cutlass_us"], default={})
+            pairs.append(MeasuredPair(expected_m, *launches, worst.get("triton_us"), worst.get("cutlass_us")))
         table[n, k, experts] = ShapeLaunches(tuple(pairs))
     return table
 
@@ -433,8 +430,9 @@ def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callabl
         errors[f"{name}_rel_err"] = round(error_of(output, expected), 6)
         errors[f"{name}_worst_row"] = round(worst_row_error(output, expected), 6)
     against = "engine" if "engine" in providers else "cutlass"
-    kinds = ("rel_err", "worst_row")
-    return {**errors, "not_above": all(errors[f"triton_{kind}"] <= errors[f"{against}_{kind}"] for kind in kinds)}
+    # The layer's error is judged. A single row whose values are small beside the static second scale keeps few bits in any
+    # chain, and which chain keeps more there is chance: it is shown.
+    return {**errors, "not_above": errors["triton_rel_err"] <= errors[f"{against}_rel_err"]}
 
 
 # ---- prefill

@@ -32,6 +32,7 @@ ROUTINGS = ("even", "random", "skew16")
 # (row_block, scale groups or columns, warps) that were among the best of wider searches on an H200: up to 16 rows per expert,
 # where a launch is a chain of latencies, and from 16 on, where bytes in flight decide.
 _LATENCY_ROWS = 16
+_ABOVE_MEAN = (1.25, 1.5)
 _REQUANT_TILES = {
     True: (
         *((1, 8, 1), (1, 8, 4), (1, 16, 2), (1, 16, 4), (1, 32, 4), (1, 32, 8), (1, 64, 8), (1, 64, 16)),
@@ -90,8 +91,12 @@ def _first_stage(
         # From half of the mean rows in flight per expert up to four times as many; the estimate is one above the mean. With
         # many rows also programs that loop, so that what a program does once is paid for less often.
         factors = (0.5, 1, 2, 4) if expected_m <= _LATENCY_ROWS + 1 else (0.125, 0.25, 0.5, 1, 2, 4)
-        wanted = {max(1, math.ceil((expected_m - 1) * factor / row_block)) for factor in factors}
-        for m_grid in sorted({min(64, triton.next_power_of_2(value)) for value in wanted}):
+        mean = expected_m - 1
+        grids = {triton.next_power_of_2(max(1, math.ceil(mean * factor / row_block))) for factor in factors}
+        if expected_m > _LATENCY_ROWS + 1:
+            # One step for nearly every expert whose rows scatter around the mean: a second step is a tail.
+            grids |= {math.ceil(mean * factor / row_block) for factor in _ABOVE_MEAN}
+        for m_grid in sorted({min(64, value) for value in grids}):
             # Enough of phase 2 for the skewed routing, or its time would judge what is chosen only later.
             hot_blocks = math.ceil((streaming.SKEW - 2) * (expected_m - 1) / row_block)
             slices = max(1, min(math.ceil(hot_blocks / m_grid), experts // 2))

@@ -40,7 +40,8 @@ class MeasuredPair:
     Attributes:
         expected_m: the dispatcher's estimate it was measured at.
         gate_up, down: the launches.
-        triton_us, cutlass_us: the layer with them and with our CUTLASS chain; None where it was not compared.
+        triton_us, cutlass_us: the layer with them and with our CUTLASS chain, under the routing where Triton does worst
+            (no server knows its routing beforehand); None where it was not compared.
     """
 
     expected_m: int

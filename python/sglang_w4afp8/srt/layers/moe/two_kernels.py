@@ -13,11 +13,11 @@ expert's matrix, and is gone afterwards.
 
 Prefill on a regrouped layer (the engine's normal mode, or ``apply`` without DeepEP) keeps the engine's steps, and its grouped
 GEMM is answered by a plain product over the same tiles: :func:`route_engine_gemm` looks at the weight that the engine hands
-over. What it costs is that product's speed against CUTLASS, which has not been measured yet; hence ``auto`` leaves layers alone
-whose server prefills in normal mode. Rejected: restoring a layer into scratch memory and calling CUTLASS there. It reads and
-writes every weight once more in each layer and prefill step (1.4 GB each way with 64 experts of DeepSeek-V3) and holds as much
-memory for good (5.6 GB with 256). Not built: kernels on the engine's own layout, which would let a call choose, and whose
-tiles are not one piece of memory each.
+over. With 64 experts of DeepSeek-V3 that product takes less time than CUTLASS in every case measured, 16 to 1024 rows per
+expert (``benchmark/results/h200/two_kernels_prefill.json``), so ``auto`` asks only for the low-latency calls. Rejected:
+restoring a layer into scratch memory and calling CUTLASS there. It reads and writes every weight once more in each layer and
+prefill step (1.4 GB each way with 64 experts of DeepSeek-V3) and holds as much memory for good (5.6 GB with 256). Not built:
+kernels on the engine's own layout, which would let a call choose, and whose tiles are not one piece of memory each.
 
 What ``auto`` cannot do is therefore to be as fast as both backends at every row count where each wins at some: there it is
 CUTLASS, and gives up what Triton would gain at the others.
@@ -140,12 +140,6 @@ def _why_no_low_latency() -> str | None:
     return None
 
 
-def _prefills_in_normal_mode() -> bool:
-    return (
-        engine_state.setting("deepep_mode") != "low_latency" and engine_state.setting("disaggregation_mode") != "decode"
-    )
-
-
 def largest_expected_m(layer: Any) -> int | None:
     """The dispatcher's estimate at the most tokens that this server dispatches; None where that is not known.
 
@@ -168,8 +162,6 @@ def _why_auto_leaves(layer: Any, shape: table.ShapeLaunches | None) -> str | Non
     n, k, experts = _sizes(layer)
     if shape is None:
         return f"no table compares the backends at N {n}, K {k}"
-    if _prefills_in_normal_mode():
-        return "prefill runs in DeepEP's normal mode, where the backends have not been compared"
     try:
         largest = largest_expected_m(layer)
     except Exception as error:  # an engine that says these things otherwise must start all the same

@@ -267,8 +267,6 @@ result["loses at some"] = regrouped(24)
 result["nobody knows"] = regrouped()
 settings["deepep_mode"] = "auto"
 result["normal prefill"] = regrouped(12)
-settings["disaggregation_mode"] = "decode"
-result["decode only"] = regrouped(12)
 result["other shape"] = regrouped(12, new_layer(1024, 128))
 result["beyond the table"] = regrouped(120)
 write_table((2, 1.0, 2.0), (9, 1.0, 1.5), (17, 1.02, 1.0))
@@ -502,8 +500,7 @@ def test_auto_regroups_what_the_table_shows_to_be_faster_at_the_servers_rows(stu
         "wins": [32, 64],
         "loses at some": None,
         "nobody knows": None,
-        "normal prefill": None,
-        "decode only": [32, 64],
+        "normal prefill": [32, 64],
         "other shape": None,
         "beyond the table": None,
         "within the limit": [32, 64],
