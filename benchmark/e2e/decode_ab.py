@@ -396,7 +396,7 @@ def _outputs(
     args: argparse.Namespace,
 ) -> None:
     meta = report.run_meta(
-        servers={arm.name: options.shown(arm) for arm in arms},
+        servers={f"{cells[0]['model']}, {arm.name}": options.shown(arm) for arm in arms},
         mode=args.mode,
         client=args.client,
         input_len=args.input_len,

@@ -35,7 +35,7 @@ class Comparison:
         noise_pct: largest difference between two blocks of the same arm.
         saved_ms, saved_low_ms, saved_high_ms: time saved per output token, likewise.
         verdict: ``faster`` or ``slower`` when the interval excludes zero and the gain exceeds the noise, else
-            ``no difference shown``.
+            ``no difference shown``; ``one block: no verdict`` where each arm was started once.
         pairs, blocks: how many there are.
     """
 
@@ -52,6 +52,7 @@ class Comparison:
 
 
 FASTER, SLOWER, UNDECIDED = "faster", "slower", "no difference shown"
+ONE_BLOCK = "one block: no verdict"
 
 
 def _groups(samples: Sequence[Sample], arm: str) -> dict[int, dict[int, Sample]]:
@@ -107,8 +108,8 @@ def compare(samples: Sequence[Sample], baseline: str, arm: str) -> Comparison:
     gain = _estimate(ratios)
     low, high = bootstrap_interval(ratios)
     noise = max(_block_noise(base), _block_noise(other))
-    # One start of each arm says nothing about how starts differ.
-    decided = len(ratios) > 1 and abs(gain) > noise and (low > 0.0 or high < 0.0)
+    decided = abs(gain) > noise and (low > 0.0 or high < 0.0)
+    verdict = UNDECIDED if not decided else FASTER if gain > 0 else SLOWER
     saved_low, saved_high = bootstrap_interval(savings)
     return Comparison(
         gain_pct=_pct(gain),
@@ -118,7 +119,8 @@ def compare(samples: Sequence[Sample], baseline: str, arm: str) -> Comparison:
         saved_ms=_estimate(savings),
         saved_low_ms=saved_low,
         saved_high_ms=saved_high,
-        verdict=UNDECIDED if not decided else FASTER if gain > 0 else SLOWER,
+        # One start of each arm says nothing about how starts differ.
+        verdict=verdict if len(ratios) > 1 else ONE_BLOCK,
         pairs=sum(map(len, ratios)),
         blocks=len(ratios),
     )

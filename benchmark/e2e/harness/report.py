@@ -79,7 +79,7 @@ def run_meta(**more: Any) -> dict[str, Any]:
         "driver": gpus[0][1] if gpus else "none",
         "torch": version("torch"),
         "triton": version("triton"),
-        "engine": version("sglang"),
+        "sglang": version("sglang"),
         "sglang_kernel": version("sglang-kernel"),
         "sglang_w4afp8": version("sglang-w4afp8"),
         "python": platform.python_version(),
@@ -102,7 +102,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 # Runs of several engines, each with what it needs, may share a file.
-_MERGED = ("engine", "torch", "triton", "driver", "sglang_kernel")
+_MERGED = ("sglang", "torch", "triton", "driver", "sglang_kernel")
 
 
 def _joined(old: Any, new: Any, separator: str) -> str:
@@ -133,6 +133,7 @@ def merge_results(path: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[s
         kept = [cell for cell in old["cells"] if tuple(cell[name] for name in key) not in fresh]
         cells = sorted([*kept, *cells], key=lambda cell: [(str(type(cell[name])), cell[name]) for name in key])
         merged = {name: _joined(old["meta"].get(name, ""), meta[name], ", ") for name in _MERGED}
+        merged["servers"] = {**old["meta"].get("servers", {}), **meta.get("servers", {})}
         meta = {**meta, **merged, "command": _joined(old["meta"]["command"], meta["command"], "; ")}
     write_json(path, {"meta": dict(meta), "cells": list(cells)})
 
@@ -142,7 +143,7 @@ def write_csv(path: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[str, 
     fields = list(dict.fromkeys(name for cell in cells for name in cell))
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(
-            "# " + ", ".join(f"{name} {meta[name]}" for name in ("gpu", "driver", "torch", "triton", "engine")) + "\n"
+            "# " + ", ".join(f"{name} {meta[name]}" for name in ("gpu", "driver", "torch", "triton", "sglang")) + "\n"
         )
         writer = csv.DictWriter(file, fields, lineterminator="\n")
         writer.writeheader()

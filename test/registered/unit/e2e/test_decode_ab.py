@@ -402,7 +402,7 @@ def test_drift_that_both_arms_share_is_no_difference_in_gain():
         ([[100, 101], [101, 100]], [[95, 96], [96, 95]], "slower"),
         ([[100, 104], [103, 99]], [[101, 103], [102, 100]], "no difference shown"),
         ([[100, 100], [100, 100]], [[104, 104], [99, 99]], "no difference shown"),  # blocks disagree
-        ([[100, 100]], [[110, 110]], "no difference shown"),  # one start says nothing about starts
+        ([[100, 100]], [[110, 110]], "one block: no verdict"),  # one start says nothing about starts
         ([[100, 100], [104, 104]], [[103, 103], [107, 107]], "no difference shown"),  # below what starts differ by
     ],
 )
@@ -556,6 +556,9 @@ def test_ab_measures_proves_and_reports(bench):
 
     data = bench.results()
     assert (data["meta"]["gpu"], data["meta"]["driver"]) == ("Fake GPU", "1.2.3")
+    # What the README's renderer asks of every results file.
+    assert {"gpu", "driver", "torch", "triton", "sglang", "command"} <= set(data["meta"])
+    assert set(data["meta"]["servers"]) == {"model, engine", "model, plugin"}
     assert str(bench.root) not in json.dumps(data)
     cells = {(cell["arm"], cell["concurrency"]): cell for cell in data["cells"]}
     assert set(cells) == {("engine", 2), ("engine", 3), ("plugin", 2), ("plugin", 3)}
@@ -608,7 +611,7 @@ def test_a_list_of_patches_is_an_arm(bench):
         "plugin": ",".join(EVERY),
         "requant,expected_m,silu": "requant,expected_m,silu",
     }
-    assert {cell["verdict"] for cell in cells} == {"baseline", "no difference shown"}  # one block decides nothing
+    assert {cell["verdict"] for cell in cells} == {"baseline", "one block: no verdict"}
 
 
 @pytest.mark.parametrize("crash, message", [("start", "exited with status 3"), ("3", "")])
