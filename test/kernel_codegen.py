@@ -240,22 +240,31 @@ def _specialise(value: Any, target: GPUTarget, aligned: bool) -> tuple[str, list
     return "i64" if wide else "i32", [["tt.divisibility", 16]] if value % 16 == 0 else []
 
 
+def specialised(
+    parameters: Iterable[Any], arguments: Mapping[str, Any], target: GPUTarget, aligned: bool = True
+) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
+    """Signature, constants and attributes that Triton derives from a launch's arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(parameters):
+        value = arguments[parameter.name]
+        # Triton makes a constant of every argument that is None, and of a 1 that the kernel lets it look at.
+        looked_at = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (looked_at and isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name], found = _specialise(value, target, aligned)
+        if found and looked_at:
+            attributes[(index,)] = found
+    return signature, constants, attributes
+
+
 def compile_geometry(
     geometry: Geometry, target: GPUTarget, module: ModuleType = ep_moe_kernels, aligned: bool = True
 ) -> Any:
     """Triton's compilation of one geometry."""
     kernel, arguments, options = _launch_arguments(module, geometry, target)
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        # Triton makes a constant of every argument that is None or 1.
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        signature[parameter.name], found = _specialise(value, target, aligned)
-        if found:
-            attributes[(index,)] = found
+    signature, constants, attributes = specialised(kernel.params, arguments, target, aligned)
     return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 

@@ -9,12 +9,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 import kernel_codegen
-from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults
+from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults, specialised
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
 register_cpu_ci(est_time=140, suite="base-a-test-cpu")
@@ -79,6 +80,22 @@ def test_calls_at_the_ends_of_what_is_allowed_compile(target, tmp_path):
     findings, status = run(tmp_path, "--target", target, "--unusual")
     assert status == 0
     assert len(findings) == len(list(kernel_codegen.unusual_geometries()))
+
+
+def test_an_integer_that_triton_may_not_look_at_stays_an_argument():
+    def parameter(name, **more):
+        return SimpleNamespace(name=name, is_constexpr=False, do_not_specialize=False, **more)
+
+    rows = parameter("rows")
+    rows.do_not_specialize = True
+    parameters = [parameter("experts"), rows, parameter("columns"), parameter("scales")]
+    arguments = {"experts": 1, "rows": 1, "columns": 32, "scales": None}
+    signature, constants, attributes = specialised(parameters, arguments, TARGETS["cuda:90"])
+    assert signature == {"experts": "constexpr", "rows": "i32", "columns": "i32", "scales": "constexpr"}
+    assert constants == {"experts": 1, "scales": None}
+    assert attributes == {(2,): [["tt.divisibility", 16]]}
+    *_, attributes = specialised([rows], {"rows": 32}, TARGETS["cuda:90"])
+    assert attributes == {}
 
 
 def test_ptx_is_counted_by_bytes_a_lane():
