@@ -188,7 +188,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def joint_metadata(runs: dict[str, Any]) -> dict[str, str]:
     """Metadata of all runs as the results files of one run have it: values that differ stand side by side."""
     known = [run["metadata"] for run in runs.values()]
-    joint = {key: "; ".join(dict.fromkeys(str(meta[key]) for meta in known)) for key in known[0]} if known else {}
+    keys = dict.fromkeys(key for meta in known for key in meta)
+    joint = {key: "; ".join(dict.fromkeys(str(meta[key]) for meta in known if key in meta)) for key in keys}
     # The engine takes no part: its call is made on the compiled kernel itself.
     return {**joint, "sglang": "not used"}
 

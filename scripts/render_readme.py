@@ -508,7 +508,8 @@ _TWICE = (
     ("SiLU", "silu", "n"),
     ("the three steps", "streaming", "k"),
 )
-_SECOND_TRITON = "_triton38"
+# Both of one session and launch table; the files without a suffix are measured again whenever launches change.
+_TRITONS = ("_triton36", "_triton38")
 # A shape counts as slower from here, beside what was measured in turns with it: a run as a whole is faster or slower.
 _TOOLCHAIN_DIFFERENCE = 1.03
 
@@ -526,7 +527,7 @@ def toolchains_section(results: Path = RESULTS) -> str:
     """The streaming kernels with a second Triton beside the first: times of one divided by those of the other."""
     rows, tritons = [], set()
     for kernel, name, size in _TWICE:
-        paths = [results / "h200" / f"{name}{suffix}.json" for suffix in ("", _SECOND_TRITON)]
+        paths = [results / "h200" / f"{name}{suffix}.json" for suffix in _TRITONS]
         if not all(path.is_file() for path in paths):
             continue
         (one_triton, one_run), (other_triton, other_run) = (_by_shape(path, size) for path in paths)

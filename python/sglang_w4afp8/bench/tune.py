@@ -53,7 +53,7 @@ def _tune_gemm(options: argparse.Namespace) -> Path:
     shapes = [tuple(shape) for shape in options.gemm or w4a8_gemm_tuning.DEEPSEEK_SHAPES]
     cells = w4a8_gemm_tuning.plan_cells(shapes, options.experts, options.rows)
     with tqdm(
-        total=len(w4a8_gemm_tuning.STAGES[:-1]) * len(cells), unit="pass", desc="tune gemm", disable=None
+        total=len(w4a8_gemm_tuning.CHOOSING_STAGES) * len(cells), unit="pass", desc="tune gemm", disable=None
     ) as progress:
         return w4a8_gemm_tuning.tune_gemm(
             shapes,

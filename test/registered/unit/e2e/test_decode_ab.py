@@ -27,7 +27,7 @@ register_cpu_ci(est_time=130, suite="base-a-test-cpu")
 REPO = Path(__file__).resolve().parents[4]
 E2E = REPO / "benchmark" / "e2e"
 FAKE = Path(__file__).with_name("fake_server.py")
-sys.path[:0] = [str(E2E)]
+sys.path[:0] = [str(E2E), str(REPO / "scripts")]
 
 import decode_ab  # noqa: E402
 import equality  # noqa: E402
@@ -37,6 +37,7 @@ from harness.arms import Arm, parse_arm  # noqa: E402
 from harness.cli import Journal, Model, add_server_arguments, launch_options  # noqa: E402
 from harness.server import LaunchOptions  # noqa: E402
 
+import render_readme  # noqa: E402
 from sglang_w4afp8 import lifecycle, plugin  # noqa: E402
 
 EVERY = tuple(patch.name for patch in plugin.LEDGER)
@@ -557,7 +558,7 @@ def test_ab_measures_proves_and_reports(bench):
     data = bench.results()
     assert (data["meta"]["gpu"], data["meta"]["driver"]) == ("Fake GPU", "1.2.3")
     # What the README's renderer asks of every results file.
-    assert {"gpu", "driver", "torch", "triton", "sglang", "command"} <= set(data["meta"])
+    assert set(render_readme.META_KEYS) <= set(data["meta"])
     assert set(data["meta"]["servers"]) == {"model, engine", "model, plugin"}
     assert str(bench.root) not in json.dumps(data)
     cells = {(cell["arm"], cell["concurrency"]): cell for cell in data["cells"]}

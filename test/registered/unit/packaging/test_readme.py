@@ -258,17 +258,18 @@ def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_pa
         content = {"meta": META | {"triton": triton}, "cells": cells}
         (tmp_path / "h200" / f"{name}.json").write_text(json.dumps(content))
 
-    save("silu", "1.0", {1: 2.0, 2: 2.0, 4: 2.0, 8: 2.0}, 4.0)
+    save("silu_triton36", "1.0", {1: 2.0, 2: 2.0, 4: 2.0, 8: 2.0}, 4.0)
     # The shape that one of the runs lacks is left out.
     save("silu_triton38", "2.0", {1: 2.0, 2: 3.0, 4: 1.6}, 5.0)
     section = renderer.toolchains_section(tmp_path)
     assert section.startswith("Time with Triton 2.0 divided by time with Triton 1.0.")
     assert section.splitlines()[-1] == "| SiLU | 3 | 1.063 | 1.250 | 1.000 | 1 (n 2048 E 64 rows 2: 1.20) |"
-    for suffix, triton in (("", "1.0"), ("_triton38", "3.0")):
+    for suffix, triton in (("_triton36", "1.0"), ("_triton38", "3.0")):
         save(f"silu{suffix}", triton, {1: 2.0}, None)
     assert renderer.toolchains_section(tmp_path).splitlines()[-1] == "| SiLU | 1 | 1.000 |  | 1.000 | 0 |"
-    (tmp_path / "h200" / "requant.json").write_text((tmp_path / "h200" / "silu.json").read_text().replace('"n"', '"k"'))
-    (tmp_path / "h200" / "requant_triton38.json").write_text((tmp_path / "h200" / "requant.json").read_text())
+    other = (tmp_path / "h200" / "silu_triton36.json").read_text().replace('"n"', '"k"')
+    for suffix in ("_triton36", "_triton38"):
+        (tmp_path / "h200" / f"requant{suffix}.json").write_text(other)
     with pytest.raises(renderer.RenderError, match="files of two toolchains are of several"):
         renderer.toolchains_section(tmp_path)
 

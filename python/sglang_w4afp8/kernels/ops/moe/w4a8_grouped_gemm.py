@@ -39,9 +39,9 @@ Version by version, the whole layer:
   caps them at 168, which spills nothing (``test_gemm_codegen.py``).
 
 Rejected, by the wide search (``two_kernels_wide.search.json``, 64 experts, up to 32 rows): eight warps, tiles of 64 columns,
-two scale groups a step in tiles of more than 8 rows; five stages gain nothing. With 8 experts tiles
-of 128 columns are too few to fill the GPU; with tiles of 64 columns, where the search finds them faster, the layer is ahead of
-CUTLASS in 10 of 12 measured cells and 4 - 6% behind in two, at 32 and 128 rows of random load.
+two scale groups a step in tiles of more than 8 rows; five stages gain nothing. With 8 experts tiles of 128 columns are too few
+to fill the GPU; in tiles of 64 columns the layer is ahead of CUTLASS in 10 of 12 measured cells and 4 - 6% behind in two, at 32
+and 128 rows of random load.
 """
 
 from dataclasses import dataclass

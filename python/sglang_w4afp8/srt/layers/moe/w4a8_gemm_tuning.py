@@ -59,7 +59,8 @@ ROUTING_WEIGHTS = {"random": 2.0, "skew16": 1.0}
 # Half the inter-quartile range, relative to the median, from which more turns are taken, and how often.
 _QUIET, _ROUNDS_MAX = 0.005, 5
 # Stages of a cell (see `run_sweep`), and how near to the sweep's fastest a tile must be to be timed again.
-STAGES = ("sweep", "confirm", "verify")
+CHOOSING_STAGES = ("sweep", "confirm")
+STAGES = (*CHOOSING_STAGES, "verify")
 _NEAR = 1.05
 # Largest m worth probing: 64 experts of 512 rows are 32768, and no known limit is above 4096.
 LARGEST_M = 16384
@@ -737,7 +738,7 @@ def run_sweep(
         )
         for n, k in shapes
     }
-    for stage in STAGES if verify else STAGES[:-1]:
+    for stage in STAGES if verify else CHOOSING_STAGES:
         table = w4a8_gemm.GemmTileTable.parse(table_data(run)) if stage == "verify" else None
         for cell in cells:
             entry = stored.setdefault(cell.key, {"cell": vars(cell).copy()})
@@ -771,7 +772,7 @@ def probed_buckets(probe: Mapping[str, Any]) -> tuple[TileBucket, ...]:
 def table_data(run: Mapping[str, Any]) -> dict[str, Any]:
     """`data` of the tuned file from the sweep and confirm stages that `run` holds."""
     measured = [
-        (Cell(**entry["cell"]), [entry[stage] for stage in STAGES[:-1] if stage in entry])
+        (Cell(**entry["cell"]), [entry[stage] for stage in CHOOSING_STAGES if stage in entry])
         for entry in run["cells"].values()
         if "sweep" in entry
     ]
