@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "python"))  # the tables of this checkout, whatever is installed
 
 from sglang_w4afp8 import plugin, switches  # noqa: E402
+from sglang_w4afp8.bench import report  # noqa: E402
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmark" / "results"
@@ -510,17 +511,6 @@ _TWICE = (
 )
 # Both of one session and launch table; the files without a suffix are measured again whenever launches change.
 _TRITONS = ("_triton36", "_triton38")
-# A shape counts as slower from here, beside what was measured in turns with it: a run as a whole is faster or slower.
-_TOOLCHAIN_DIFFERENCE = 1.03
-
-
-def _by_shape(path: Path, size: str) -> tuple[str, dict[tuple[Any, ...], list[Cell]]]:
-    """The Triton of a results file, and its cells by size, experts and rows."""
-    content = json.loads(path.read_text())
-    found: dict[tuple[Any, ...], list[Cell]] = {}
-    for cell in content["cells"]:
-        found.setdefault((cell[size], cell["experts"], cell["rows"]), []).append(cell)
-    return content["meta"]["triton"], found
 
 
 def toolchains_section(results: Path = RESULTS) -> str:
@@ -530,21 +520,17 @@ def toolchains_section(results: Path = RESULTS) -> str:
         paths = [results / "h200" / f"{name}{suffix}.json" for suffix in _TRITONS]
         if not all(path.is_file() for path in paths):
             continue
-        (one_triton, one_run), (other_triton, other_run) = (_by_shape(path, size) for path in paths)
-        tritons.add((one_triton, other_triton))
-        shapes = sorted(set(one_run) & set(other_run))
+        contents = [json.loads(path.read_text()) for path in paths]
+        tritons.add(tuple(content["meta"]["triton"] for content in contents))
+        one, other = (report.by_shape(content["cells"], size) for content in contents)
+        shapes = sorted(set(one) & set(other))
 
-        def quotient(shape: tuple[Any, ...], name: str, one_run=one_run, other_run=other_run) -> float:
-            return geometric_mean([c[name] for c in other_run[shape]]) / geometric_mean(
-                [c[name] for c in one_run[shape]]
-            )
+        def mean(column: str, one=one, other=other, shapes=shapes) -> str:
+            return f"{geometric_mean([report.quotient(one[shape], other[shape], column) for shape in shapes]):.3f}"
 
-        ours, copies = ([quotient(shape, field) for shape in shapes] for field in ("ours_us", "copy_us"))
-        has_engine = all(cell["engine_us"] for shape in shapes for cell in (*one_run[shape], *other_run[shape]))
-        engine = f"{geometric_mean([quotient(shape, 'engine_us') for shape in shapes]):.3f}" if has_engine else ""
-        beside = "engine_us" if has_engine else "copy_us"
-        apart = [(value / quotient(shape, beside), shape) for value, shape in zip(ours, shapes, strict=True)]
-        slower = [(value, shape) for value, shape in apart if value > _TOOLCHAIN_DIFFERENCE]
+        has_engine = all(cell["engine_us"] for shape in shapes for cell in (*one[shape], *other[shape]))
+        lost = report.lost_beside(one, other, "engine_us" if has_engine else "copy_us")
+        slower = [(lost[shape], shape) for shape in shapes if lost[shape] > report.TOOLCHAIN_DIFFERENCE]
         worst = ", ".join(
             f"{size} {a} E {b} rows {c}: {value:.2f}" for value, (a, b, c) in sorted(slower, reverse=True)[:4]
         )
@@ -552,9 +538,9 @@ def toolchains_section(results: Path = RESULTS) -> str:
             [
                 kernel,
                 str(len(shapes)),
-                f"{geometric_mean(ours):.3f}",
-                engine,
-                f"{geometric_mean(copies):.3f}",
+                mean("ours_us"),
+                mean("engine_us") if has_engine else "",
+                mean("copy_us"),
                 f"{len(slower)}{f' ({worst})' if worst else ''}",
             ]
         )

@@ -2,12 +2,13 @@
 
 One provider's launches are captured into a CUDA graph, so that launch gaps of the host do not count. The graphs of all
 providers are replayed in turns, and each provider's figure is the median of its turns: what drifts during a run drifts for
-all of them alike.
+all of them alike. The order changes from turn to turn, so that nobody always finds the cache as the same other one left it.
 """
 
 import datetime
 import json
 import platform
+import random
 import shlex
 import subprocess
 import sys
@@ -73,8 +74,10 @@ def interleaved_medians(
         launches = launches_for(min(replay_us(first, 4) for _ in range(3)))
     graphs = {name: capture(run, launches) for name, run in providers.items()}
     times: dict[str, list[float]] = {name: [] for name in providers}
+    order, shuffle = list(graphs.items()), random.Random(0).shuffle
     for turn in range(repeats + 2):
-        for name, graph in graphs.items():
+        shuffle(order)
+        for name, graph in order:
             elapsed = replay_us(graph, launches)
             if turn >= 2:
                 times[name].append(elapsed)

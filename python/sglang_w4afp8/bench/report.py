@@ -17,6 +17,11 @@ from sglang_w4afp8.bench import streaming
 Cell = Mapping[str, Any]
 NOT_AVAILABLE = "N/A"
 
+# Size (K or N), experts and mean rows of a cell, whatever its routing.
+Shape = tuple[int, int, int]
+# With another Triton a shape counts as slower from here, beside what took turns with it: a run as a whole is faster or slower.
+TOOLCHAIN_DIFFERENCE = 1.03
+
 
 @dataclass(frozen=True)
 class Provider:
@@ -55,6 +60,30 @@ def terabytes_per_second(cell: Cell, provider: Provider) -> float | None:
     """Achieved rate over the bytes that must move, 10^12 bytes a second; None where the provider is absent."""
     us = cell.get(provider.column)
     return bytes_of(cell) / us * 1e-6 if us else None
+
+
+def by_shape(cells: Sequence[Cell], size: str) -> dict[Shape, list[Cell]]:
+    """Cells by ``(size, experts, rows)``, so that the routings of one shape lie together."""
+    found: dict[Shape, list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell[size], cell["experts"], cell["rows"]), []).append(cell)
+    return found
+
+
+def quotient(one: Sequence[Cell], other: Sequence[Cell], column: str) -> float:
+    """The geometric mean of a column over the cells of ``other`` divided by that over ``one``."""
+    return geometric_mean(cell[column] for cell in other) / geometric_mean(cell[column] for cell in one)
+
+
+def lost_beside(
+    one: Mapping[Shape, Sequence[Cell]], other: Mapping[Shape, Sequence[Cell]], column: str
+) -> dict[Shape, float]:
+    """By what factor our kernel is slower in ``other`` than in ``one``, once what ``column`` did is divided out."""
+    shapes = [shape for shape in one if shape in other]
+    return {
+        shape: quotient(one[shape], other[shape], "ours_us") / quotient(one[shape], other[shape], column)
+        for shape in shapes
+    }
 
 
 def shape_of(cell: Cell) -> str:
