@@ -4,6 +4,7 @@
     python test/kernel_codegen.py                                       # every geometry that production launches
     python test/kernel_codegen.py --target cuda:90 --json findings.json
     PYTHONPATH=/somewhere/triton-3.6 python test/kernel_codegen.py      # with another Triton
+    python test/kernel_codegen.py --machine-code machine_code.json      # what this Triton makes of the shipped table
 
 The gain of both kernels hangs on what the compiler makes of their addressing: payload moved in the widest accesses that the
 tile allows, and one scalar scale a group, not one an element. That is lost silently (a mask that is not whole, a stride
@@ -13,12 +14,15 @@ Every kernel is compiled with the arguments of a real call: the public function 
 it would launch is compiled with the specialisation that Triton derives from those arguments (integers that are 1, integers
 and pointers that are multiples of 16, on AMD tensors within 2 GB).
 
+``--machine-code`` judges nothing: two of its files say which launches two Tritons make the same code of.
+
 Needs Triton, torch and this package; no engine, no pytest. Exit status: 0, 1 where a check fails, 2 for a wrong call.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import itertools
 import json
@@ -46,6 +50,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.bench.measure import run_metadata, write_json
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels, launch_table
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
@@ -126,8 +131,14 @@ def rule_geometries(warp_size: int) -> Iterator[Geometry]:
         ep_moe_kernels.set_launch_lookup(launch_table.lookup)
 
 
-def table_geometries(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> Iterator[Geometry]:
-    """Every launch of every shipped table."""
+def table_geometries(
+    directory: Path = tuned_config.SHIPPED_DIRECTORY, problem_sizes: bool = True
+) -> Iterator[tuple[Geometry, int]]:
+    """Every launch of every table in ``directory``, and the mean rows per expert that it was measured at.
+
+    Args:
+        problem_sizes: the requant as the chain calls it, which also writes the GEMMs' tables; ``bench requant`` does not.
+    """
     for path in sorted(directory.glob(f"{launch_table.KIND}_*.json")):
         for kernel, by_columns in launch_table.parse(tuned_config.read_tuned(path, {})).items():
             for columns, by_experts in by_columns.items():
@@ -135,7 +146,9 @@ def table_geometries(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> Iterat
                     for entry in entries:
                         launch = entry.launch(entry.expected_m)
                         width = columns * GROUP if kernel == REQUANT else columns
-                        yield Geometry(kernel, width, experts, launch, problem_sizes=kernel == REQUANT)
+                        geometry = Geometry(kernel, width, experts, launch, problem_sizes and kernel == REQUANT)
+                        # The dispatcher's estimate is one more than the mean.
+                        yield geometry, entry.expected_m - 1
 
 
 def unusual_geometries() -> Iterator[Geometry]:
@@ -273,17 +286,25 @@ def assembly_of(compiled: Any, target: GPUTarget) -> str:
     return compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
 
 
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def machine_code_of(compiled: Any) -> str:
-    """SASS, by the disassembler that Triton brings."""
+    """SASS, and the kernel's resources, by the disassembler that Triton brings."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-sass", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return _output_of(triton.knobs.nvidia.cuobjdump.path, "-sass", "-res-usage", file.name)
 
 
 # One instruction: its name, and its first two operands where they are registers (the first is what it writes, mostly).
 _SASS = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(?:\s+(U?R\d+)\b)?(?:,\s*(U?R\d+)\b)?")
+
+
+def _loads(name: str, width: int) -> bool:
+    """Whether an instruction loads ``width`` bytes, more than a word, of global memory."""
+    return re.match(rf"LDG\.E.*\b{width * 8}\b", name) is not None
 
 
 def words_waited_for(sass: str, load_width: int) -> int:
@@ -294,7 +315,7 @@ def words_waited_for(sass: str, load_width: int) -> int:
     """
     waited, written_by = 0, {}
     for name, first, second in _SASS.findall(sass):
-        if re.match(rf"LDG\.E.*\b{load_width * 8}\b", name):
+        if _loads(name, load_width):
             return waited
         waited += name == "R2UR" and written_by.get(second, "").startswith("LDG")
         written_by[first] = name
@@ -479,7 +500,8 @@ BROKEN = ("element-wise-scales", "early-counts", "unaligned-pointers", "odd-widt
 
 def production(target_name: str) -> list[Geometry]:
     """Every geometry that production launches: the rules' for the target's warp width, and those of every shipped table."""
-    return distinct([*rule_geometries(TARGETS[target_name].warp_size), *table_geometries()])
+    measured = (geometry for geometry, _ in table_geometries())
+    return distinct([*rule_geometries(TARGETS[target_name].warp_size), *measured])
 
 
 def compile_unusual(target_name: str) -> list[Finding]:
@@ -492,16 +514,109 @@ def compile_unusual(target_name: str) -> list[Finding]:
     return found
 
 
+# ---- what two Tritons make of the same launches
+
+MACHINE_CODE_TARGET = "cuda:90"
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """What the assembler made of one kernel for sm_90.
+
+    Attributes:
+        digest: SHA-256 of the instructions and their encodings, which hold the stalls too, without their addresses: equal
+            digests are equal code.
+        instructions, before_payload: all (less the padding), and those listed before the first load of the payload.
+        registers: of a thread.
+        barriers: instructions that wait for the block's other warps.
+    """
+
+    digest: str
+    instructions: int
+    before_payload: int
+    registers: int
+    barriers: int
+
+
+# An instruction's text, and the two words of its encoding; its address is left out.
+_ENCODED = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]{16}) \*/\s+/\* (0x[0-9a-f]{16}) \*/")
+
+
+def machine_code(listing: str, load_width: int) -> MachineCode:
+    """Digest and counts of one kernel's SASS and resources.
+
+    Raises:
+        LookupError: it holds no load of ``load_width`` bytes.
+    """
+    names = [name for name, *_ in _SASS.findall(listing)]
+    encoded = _ENCODED.findall(listing)
+    assert len(encoded) == len(names), f"{len(names)} instructions, {len(encoded)} of them with their encoding"
+    before = next((index for index, name in enumerate(names) if _loads(name, load_width)), None)
+    if before is None:
+        raise LookupError(f"no load of {load_width} bytes in the machine code")
+    return MachineCode(
+        hashlib.sha256("\n".join(map(" ".join, encoded)).encode()).hexdigest(),
+        sum(name != "NOP" for name in names),
+        before,
+        int(re.search(r"\bREG:(\d+)", listing)[1]),
+        sum(name.startswith("BAR.SYNC") for name in names),
+    )
+
+
+def table_machine_code(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> list[dict[str, Any]]:
+    """The machine code of every launch of the tables in ``directory`` as ``bench requant`` and ``bench silu`` call it."""
+    target = TARGETS[MACHINE_CODE_TARGET]
+    cells, known = [], {}
+    for geometry, rows in table_geometries(directory, problem_sizes=False):
+        # Many launches share a kernel: Triton's cache compiles it once, and it is disassembled once.
+        compiled = compile_geometry(geometry, target)
+        if compiled.metadata.hash not in known:
+            width = max(accesses(assembly_of(compiled, target), target.backend).loads)
+            known[compiled.metadata.hash] = asdict(machine_code(machine_code_of(compiled), width))
+        shape = {"kernel": geometry.kernel, "columns": geometry.columns, "experts": geometry.experts, "rows": rows}
+        cells.append(shape | known[compiled.metadata.hash])
+    return cells
+
+
+def write_machine_code(path: Path, directory: Path = tuned_config.SHIPPED_DIRECTORY) -> int:
+    """Write :func:`table_machine_code` as a results file; exit status."""
+    cells = table_machine_code(directory)
+    run = run_metadata()
+    meta = {key: run[key] for key in ("command", "date", "triton", "sglang_w4afp8")}
+    meta["ptxas"] = re.search(r"\bV(\d[\d.]*)", _output_of(triton.knobs.nvidia.ptxas.path, "--version"))[1]
+    meta |= {"target": MACHINE_CODE_TARGET, "remark": "Compiled, not run."}
+    write_json(path, {"meta": meta, "cells": cells})
+    kernels = len({cell["digest"] for cell in cells})
+    print(f"triton {triton.__version__}: {len(cells)} launches, {kernels} kernels")
+    return 0 if cells else 1
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
-    parser.add_argument(
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
         "--broken", choices=BROKEN, help="compile with this fault instead; exit 0 when it is caught everywhere"
     )
-    parser.add_argument("--unusual", action="store_true", help="compile calls at the ends of what is allowed instead")
+    other.add_argument("--unusual", action="store_true", help="compile calls at the ends of what is allowed instead")
+    other.add_argument(
+        "--machine-code",
+        type=Path,
+        metavar="FILE",
+        help=f"instead write what the assembler makes of every launch of the shipped tables, for {MACHINE_CODE_TARGET} only",
+    )
+    parser.add_argument(
+        "--tables", type=Path, default=tuned_config.SHIPPED_DIRECTORY, help="folder of other tables for --machine-code"
+    )
     parser.add_argument("--scratch", type=Path, default=Path("."), help="folder of the broken copy")
     parser.add_argument("--json", type=Path, help="write the findings here")
     options = parser.parse_args(argv)
+    if options.machine_code:
+        if options.target or options.json:
+            parser.error(
+                f"--machine-code: is for {MACHINE_CODE_TARGET} and writes its own file, without --target and --json"
+            )
+        return write_machine_code(options.machine_code, options.tables)
     findings: list[Finding] = []
     for name in options.target or TARGETS:
         if options.unusual:

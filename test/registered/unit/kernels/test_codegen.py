@@ -12,25 +12,33 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import triton
 from sglang.test.ci.ci_register import register_cpu_ci
 
 import kernel_codegen
 from kernel_codegen import REQUANT, SILU, TARGETS, Geometry, accesses, faults, specialised
+from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
 
-register_cpu_ci(est_time=140, suite="base-a-test-cpu")
+register_cpu_ci(est_time=155, suite="base-a-test-cpu")
 
 SCRIPT = Path(kernel_codegen.__file__)
+
+
+def call(path, *arguments, **variables):
+    """What one run of the script wrote to ``path``, and its exit status."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+    command = [sys.executable, str(SCRIPT), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert path.is_file(), done.stderr[-2000:]
+    return json.loads(path.read_text(encoding="utf-8")), done.returncode
 
 
 def run(tmp_path, *arguments):
     """Findings of one run of the script, and its exit status."""
     path = tmp_path / "findings.json"
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(SCRIPT), "--json", str(path), "--scratch", str(tmp_path), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert path.is_file(), done.stderr[-2000:]
-    return json.loads(path.read_text(encoding="utf-8"))["findings"], done.returncode
+    content, status = call(path, "--json", str(path), "--scratch", str(tmp_path), *arguments)
+    return content["findings"], status
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -80,6 +88,74 @@ def test_calls_at_the_ends_of_what_is_allowed_compile(target, tmp_path):
     findings, status = run(tmp_path, "--target", target, "--unusual")
     assert status == 0
     assert len(findings) == len(list(kernel_codegen.unusual_geometries()))
+
+
+LAUNCH = {"col_block": 4, "m_grid": 2, "row_block": 2, "num_warps": 4, "overflow_experts": 4, "overflow_first": True}
+
+
+def written_machine_code(tmp_path, name, *entries):
+    """What ``--machine-code`` writes of a table of one shape, its kernels compiled afresh."""
+    folder = tmp_path / name
+    folder.mkdir()
+    metadata = dict.fromkeys(tuned_config.REQUIRED_METADATA, "any")
+    launches = [LAUNCH | {"cap_slack": 2, "speculative_slack": 1} | entry for entry in entries]
+    data = {"requant": {"28": {"8": launches}}}
+    tuned_config.write_tuned(folder / "streaming_any.json", metadata, data)
+    path = folder / "machine_code.json"
+    arguments = "--machine-code", str(path), "--tables", str(folder)
+    content, status = call(path, *arguments, TRITON_CACHE_DIR=str(folder / "cache"))
+    assert status == 0
+    return content
+
+
+def test_machine_code_of_a_table_tells_equal_kernels_from_others(tmp_path):
+    # The cap is no constant of the kernel, the tile is.
+    content = written_machine_code(
+        tmp_path, "three", {"expected_m": 2}, {"expected_m": 3, "cap_slack": 4}, {"expected_m": 9, "col_block": 8}
+    )
+    assert content["meta"]["triton"] == triton.__version__
+    assert content["meta"]["target"] == "cuda:90"
+    cells = content["cells"]
+    assert [(cell["kernel"], cell["columns"], cell["experts"], cell["rows"]) for cell in cells] == [
+        (REQUANT, 3584, 8, rows) for rows in (1, 2, 8)
+    ]
+    one, capped, wider = cells
+    assert one | {"rows": 2} == capped
+    assert one["digest"] != wider["digest"]
+    for cell in cells:
+        assert len(cell["digest"]) == 64
+        assert 10 < cell["before_payload"] < cell["instructions"] < 2000
+        assert 16 <= cell["registers"] <= 255
+        assert 0 <= cell["barriers"] < 20
+    (again,) = written_machine_code(tmp_path, "one", {"expected_m": 2})["cells"]
+    assert again == one
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;              /* 0x00000a00ff017b82 */
+                                                                       /* 0x000e220000000800 */
+        /*0010*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;       /* 0x0000000000007b1d */
+                                                                       /* 0x000fec0000010000 */
+        /*0020*/              @!P0 LDG.E.128 R8, desc[UR12][R4.64] ;   /* 0x0000000c04088981 */
+                                                                       /* 0x000ea2000c1e1d00 */
+        /*0030*/                   BRA 0x30;                           /* 0xfffffffc00fc7947 */
+                                                                       /* 0x000fc0000383ffff */
+        /*0040*/                   NOP;                                /* 0x0000000000007918 */
+                                                                       /* 0x000fc00000000000 */
+ Function kernel:
+  REG:31 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:600 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+
+
+def test_machine_code_is_counted_and_its_digest_holds_the_stalls():
+    found = kernel_codegen.machine_code(SASS, 16)
+    assert (found.instructions, found.before_payload, found.registers, found.barriers) == (4, 2, 31, 1)
+    moved = kernel_codegen.machine_code(SASS.replace("/*0020*/", "/*0a20*/"), 16)
+    stalled = kernel_codegen.machine_code(SASS.replace("0x000fec0000010000", "0x000fe40000010000"), 16)
+    assert found == moved
+    assert found.digest != stalled.digest
+    with pytest.raises(LookupError, match="no load of 8 bytes"):
+        kernel_codegen.machine_code(SASS, 8)
 
 
 def test_an_integer_that_triton_may_not_look_at_stays_an_argument():
