@@ -12,13 +12,17 @@ from typing import Any
 # Namespaces of the settings that are read here, in engines that keep the values in effect by namespace (0.5.17 on).
 _NAMESPACES = {
     "chunked_prefill_size": "schedule",
+    "cpu_offload_gb": "exec.offload",
     "cuda_graph_config": "exec.graph",
     "deepep_mode": "exec.moe",
     "disaggregation_mode": "disagg",
     "enable_eplb": "exec.moe",
     "enable_two_batch_overlap": "exec.overlap",
+    "load_format": "model",
     "max_running_requests": "schedule",
     "moe_a2a_backend": "exec.moe",
+    "offload_group_size": "exec.offload",
+    "speculative_draft_load_format": "spec",
     "speculative_num_draft_tokens": "spec",
 }
 

@@ -121,6 +121,7 @@ def load_tuned(
     *,
     directories: tuple[Path, ...] | None = None,
     fallback: str = "the default rule",
+    absent: int = logging.WARNING,
 ) -> Parsed | None:
     """Load, check and parse the tuned file of one kind; None where there is no usable one. Cached for the process.
 
@@ -131,6 +132,7 @@ def load_tuned(
         parse: turns `data` into what the caller uses; any exception it raises means a malformed file.
         directories: where to look, first match wins (the user's directory, then the shipped one).
         fallback: how the log names what is used instead.
+        absent: the log level at which a file that does not exist is said; one that is refused is always a warning.
     """
     if directories is None:
         directories = (user_directory(), SHIPPED_DIRECTORY)
@@ -138,7 +140,7 @@ def load_tuned(
     key = (name, directories, tuple(sorted(match.items())))
     with _lock:
         if key not in _cache:
-            _cache[key] = _load(name, directories, match, parse, fallback)
+            _cache[key] = _load(name, directories, match, parse, fallback, absent)
         return _cache[key]
 
 
@@ -148,6 +150,7 @@ def _load(
     match: Mapping[str, str],
     parse: Callable[[Mapping[str, Any]], Parsed],
     fallback: str,
+    absent: int,
 ) -> Parsed | None:
     refused = []
     for directory in directories:
@@ -165,5 +168,5 @@ def _load(
             logger.warning("w4afp8: tuned file refused (%s), using %s", "; ".join(refused), path)
         return parsed
     reason = "; ".join(refused) if refused else f"no tuned file {name}"
-    logger.warning("w4afp8: %s, using %s", reason, fallback)
+    logger.log(logging.WARNING if refused else absent, "w4afp8: %s, using %s", reason, fallback)
     return None

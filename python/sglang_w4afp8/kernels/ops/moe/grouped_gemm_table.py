@@ -11,6 +11,7 @@ logarithmic scale (a tie goes to the larger). Launches other than ``block_n`` ch
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -202,9 +203,17 @@ RULE_BLOCK_NS = (128, 128)
 
 @functools.cache
 def table_of(gpu: str) -> Table | None:
-    """The tuned table of a GPU, by its name; None without a usable one, which the log has then been told once."""
+    """The tuned table of a GPU, by its name; None without a usable one. The log is told once of a file that is refused.
+
+    Most GPUs have none. Whoever asked for a layer says what follows from that: CUTLASS, or launches by the rule.
+    """
     return tuned_config.load_tuned(
-        KIND, (gpu,), {"gpu": gpu, "schedule": SCHEDULE}, parse, fallback="the Triton grouped GEMMs' rule"
+        KIND,
+        (gpu,),
+        {"gpu": gpu, "schedule": SCHEDULE},
+        parse,
+        fallback="no table for the Triton grouped GEMMs",
+        absent=logging.DEBUG,
     )
 
 

@@ -7,9 +7,12 @@ contiguous tiles, and a second copy is out of the question, so a layer is served
 been processed. It is regrouped in place, one expert after another; what is needed beside the weights is a few times one
 expert's matrix, and is gone afterwards.
 
-* ``triton``: every layer that the kernels support. Low-latency calls are two launches, their tiles by the rows expected.
 * ``auto``: a layer that the measured table shows to be faster over all the row counts that this server's low-latency calls can
   have, and slower by more than 2% at none of them (:meth:`ShapeLaunches.triton_wins`); without a table for the shape, none.
+* ``triton``: every layer that the kernels support. Low-latency calls are two launches, their tiles by the rows expected.
+
+A layer that is left alone is as the engine loads it, and one line of the log says why: a warning where ``triton`` was asked
+for. Strict mode is about patches, and never refuses for it.
 
 Prefill on a regrouped layer (the engine's normal mode, or ``apply`` without DeepEP) keeps the engine's steps, and its grouped
 GEMM is answered by a plain product over the same tiles: :func:`route_engine_gemm` looks at the weight that the engine hands
@@ -23,17 +26,20 @@ What ``auto`` cannot do is therefore to be as fast as both backends at every row
 CUTLASS, and gives up what Triton would gain at the others.
 
 Loading into a regrouped layer would mix two layouts. An engine that announces a reload (``restore_weights_before_loading``,
-0.5.21 on) gets its layout back first and a regrouped layer afterwards; any other load through a weight's loader is refused.
-Nothing can see a copy into the memory itself (``load_format="direct"`` of ``update_weights_from_tensor``): do not use it on
-expert weights with this backend. Reloading a W4AFP8 checkpoint as a whole fails in every supported engine by itself: its
-processing replaces the scales' parameters by others without a loader. Experts that load balancing moves between ranks are whole
-and keep their layout, so the ranks must have chosen the same: they are asked, and none is regrouped where they differ.
+0.5.21 on) gets its layout back first and a regrouped layer afterwards; any other load through a weight's loader is refused,
+and so are a copy into its memory (``load_format="direct"`` of ``update_weights_from_tensor``) and a ``state_dict``, which
+would be saved. Nothing sees a weight loader of the user's own that writes into the memory itself. Where the engine writes
+weights after it has processed them, or computes on copies of them, every layer stays with CUTLASS
+(:func:`_why_layout_must_stay`). Reloading a W4AFP8 checkpoint as a whole fails in every supported engine by itself: its
+processing replaces the scales' parameters by others without a loader. Experts that load balancing moves between ranks are
+whole and keep their layout, so the ranks must have chosen the same: they are asked, and none is regrouped where they differ.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -55,11 +61,25 @@ _MULTIPLE = 128
 _HOPPER = (9, 0)
 # (weight, its scales, whether it holds gate and up rows), as the engine names them.
 _WEIGHTS = (("w13_weight", "w13_weight_scale_inv", True), ("w2_weight", "w2_weight_scale_inv", False))
-# Attributes on the engine's parameters: the layout of a weight, its loader while loads are refused, and that a scale has been
-# through the engine's processing, which must not happen twice.
-_LAYOUT, _LOADER, _PROCESSED = "_w4afp8_layout", "_w4afp8_loader", "_w4afp8_processed"
+# Attributes on the engine's parameters: the layout of a weight and its scales, its loader while loads are refused, and that a
+# scale has been through the engine's processing, which must not happen twice. On a layer: the hook that refuses to save.
+_LAYOUT, _LOADER, _PROCESSED, _SAVING = "_w4afp8_layout", "_w4afp8_loader", "_w4afp8_processed", "_w4afp8_saving"
 _RESTORE = "restore_weights_before_loading"
 _ENGINE_GEMM = "cutlass_w4a8_moe_mm"
+# The formats that load a checkpoint and process it afterwards. Others copy processed weights (sharded_state, presharded,
+# remote), read another process's memory (remote_instance), or are not known here.
+_LOAD_FORMATS = frozenset(
+    (
+        *("auto", "pt", "safetensors", "npcache", "dummy", "mistral", "layered"),
+        *("fastsafetensors", "instanttensor", "runai_streamer"),
+    )
+)
+# The engine's copy into the memory of parameters, and where its versions have it.
+_DIRECT_LOAD = "_model_load_weights_direct"
+_DIRECT_LOAD_HOMES = (
+    "sglang.srt.model_executor.model_runner_components.weight_updater",  # 0.5.16 on
+    "sglang.srt.model_executor.model_runner",
+)
 
 _said: set[str] = set()
 
@@ -140,6 +160,23 @@ def _why_no_low_latency() -> str | None:
     return None
 
 
+def _why_layout_must_stay() -> str | None:
+    """Why the engine would meet regrouped weights unaware of it; None when it would not, or nothing is published."""
+    # Older engines publish no format of the draft model's own while they load it.
+    for name in ("load_format", "speculative_draft_load_format"):
+        value = engine_state.setting(name)
+        if value is not None and getattr(value, "value", value) not in _LOAD_FORMATS:
+            return (
+                f"--{name.replace('_', '-')} {getattr(value, 'value', value)} may write weights after their processing"
+            )
+    for name in ("cpu_offload_gb", "offload_group_size"):
+        value = engine_state.setting(name)
+        if value is not None and value > 0:
+            # The copies are plain tensors, which do not say how they are laid out.
+            return f"--{name.replace('_', '-')} {value} computes on copies of the weights"
+    return None
+
+
 def largest_expected_m(layer: Any) -> int | None:
     """The dispatcher's estimate at the most tokens that this server dispatches; None where that is not known.
 
@@ -175,13 +212,15 @@ def _why_auto_leaves(layer: Any, shape: table.ShapeLaunches | None) -> str | Non
 
 def plan(method: Any, layer: Any, wanted: str) -> tuple[int, int] | str:
     """``block_n`` of both GEMMs for a layer that is to be regrouped, or why it is not."""
-    reason = why_unsupported(method, layer) or _why_no_low_latency()
+    reason = why_unsupported(method, layer) or _why_no_low_latency() or _why_layout_must_stay()
     if reason is not None:
         return reason
     n, k, experts = _sizes(layer)
     shape = table.shape_launches(_gpu_name(layer.w2_weight.device), n, k, experts)
     if wanted == "auto":
         reason = _why_auto_leaves(layer, shape)
+    elif shape is None:
+        _say_once(logging.WARNING, f"no table has launches at N {n}, K {k}: they go by the rule")
     return reason or (shape.block_ns if shape is not None else table.RULE_BLOCK_NS)
 
 
@@ -226,15 +265,19 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
         _say_once(logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}")
         return False
     route_engine_gemm(_engine())
+    refuse_direct_loads()
     for (weight_name, scale_name, gate_up), block_n in zip(_WEIGHTS, chosen, strict=True):
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
         two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up)
         setattr(weight, _LAYOUT, TileLayout(block_n, gate_up))
+        setattr(scale, _LAYOUT, TileLayout(block_n, gate_up))
         setattr(scale, _PROCESSED, True)
         loader = getattr(weight, "weight_loader", None)
         if loader is not None:
             setattr(weight, _LOADER, loader)
             weight.weight_loader = functools.partial(_refuse_to_load, weight_name)
+    if not hasattr(layer, _SAVING):
+        setattr(layer, _SAVING, layer.register_state_dict_pre_hook(_refuse_to_save))
     if hasattr(type(method), _RESTORE):
         # The engine calls it on the method's object before it loads into a model that serves.
         setattr(method, _RESTORE, functools.partial(_restore_for_reload, getattr(type(method), _RESTORE), method))
@@ -251,6 +294,7 @@ def restore_layer(layer: Any) -> None:
             continue
         two.restore_weights(weight.data, scale.data, layout.block_n, gate_up=layout.gate_up)
         delattr(weight, _LAYOUT)
+        delattr(scale, _LAYOUT)
         if hasattr(weight, _LOADER):
             weight.weight_loader = getattr(weight, _LOADER)
             delattr(weight, _LOADER)
@@ -266,6 +310,39 @@ def _refuse_to_load(name: str, *args: Any, **kwargs: Any) -> None:
         f"{name}: its layer is regrouped for the Triton backend, so nothing can be loaded into it; start the server with "
         f"{switches.PREFIX}BACKEND=cutlass to update expert weights in place"
     )
+
+
+def _refuse_to_save(layer: Any, prefix: str, keep_vars: bool) -> None:
+    if is_regrouped(layer):
+        raise RuntimeError(
+            f"{prefix}w13_weight: its layer is regrouped for the Triton backend, so what is saved of it could not be loaded; "
+            f"start the server with {switches.PREFIX}BACKEND=cutlass to save its weights"
+        )
+
+
+def refuse_direct_loads() -> None:
+    """Have the engine's copy into the memory of parameters refuse regrouped ones before it writes any; done once per process.
+
+    A server has imported it by the time that it loads weights.
+    """
+    for home in _DIRECT_LOAD_HOMES:
+        original = getattr(sys.modules.get(home), _DIRECT_LOAD, None)
+        if original is not None and not hasattr(original, _LAYOUT):
+            setattr(sys.modules[home], _DIRECT_LOAD, _refusing(original))
+
+
+def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _model_load_weights_direct(model: torch.nn.Module, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        named_tensors = list(named_tensors)
+        parameters = dict(model.named_parameters())
+        for name, _ in named_tensors:
+            if name in parameters and layout_of(parameters[name]) is not None:
+                _refuse_to_load(name)
+        return original(model, named_tensors, *args, **kwargs)
+
+    setattr(_model_load_weights_direct, _LAYOUT, None)
+    return _model_load_weights_direct
 
 
 # ---- the calls

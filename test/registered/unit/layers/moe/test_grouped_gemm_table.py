@@ -159,6 +159,11 @@ def test_without_a_file_the_tile_follows_the_rows(expected_m, block_m):
     assert table.parse(one(entry(gate_up=table._hints(table.rule(64, block_m)), down=table._hints(table.rule(64, 1)))))
 
 
+def test_a_gpu_without_a_file_costs_no_warning(tmp_path, caplog):
+    assert table.shape_launches(GPU, N, K, 64) is None
+    assert warnings(caplog) == []
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -172,7 +177,7 @@ def test_a_stale_file_costs_one_warning(tmp_path, caplog, spoil):
     for expected_m in (2, 3, 4):
         assert table.launches(GPU, N, K, 64, (64, 64), expected_m)[0] == table.rule(64, expected_m - 1, gate_up=True)
     (warning,) = warnings(caplog)
-    assert "measured with" in warning and warning.endswith("using the Triton grouped GEMMs' rule")
+    assert "measured with" in warning and warning.endswith("using no table for the Triton grouped GEMMs")
 
 
 @pytest.mark.parametrize(

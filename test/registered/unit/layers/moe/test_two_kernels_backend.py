@@ -158,6 +158,11 @@ if two_kernels.is_regrouped(layer):
 """
 
 LIFE = """
+try:  # before weights are loaded, as in a server
+    import sglang.srt.model_executor.model_runner_components.weight_updater as updater
+except ImportError:  # before 0.5.16
+    import sglang.srt.model_executor.model_runner as updater
+
 values = values_of(512, 128)
 expected = engines_memory(values)
 layer = process(new_layer(values=values))
@@ -189,6 +194,17 @@ if restore is not None:
     fresh = process(new_layer(values=(other[0], values[1], other[2], values[3])))
     result["reloaded"] = same(memory(layer), memory(fresh))
     result["refused again"] = outcome(layer.w2_weight.weight_loader, layer.w2_weight, pack_int4(other[2]))
+# What writes into the memory of parameters, or saves it, knows no layout.
+model = torch.nn.Module()
+model.experts, model.norm = layer, torch.nn.Linear(2, 2)
+held, new_norm = memory(layer), torch.ones(2, 2)
+for name in NAMES:
+    tensors = [("norm.weight", new_norm), (f"experts.{name}", getattr(layer, name).detach().clone().zero_())]
+    result[f"direct {name}"] = outcome(updater._model_load_weights_direct, model, iter(tensors))
+result["direct changed"] = [torch.equal(model.norm.weight, new_norm), *same(memory(layer), held)]
+result["direct, others"] = outcome(updater._model_load_weights_direct, model, [("norm.weight", new_norm)])
+result["direct, others changed"] = torch.equal(model.norm.weight, new_norm)
+result["save"] = outcome(model.state_dict)
 result["in place"] = pointers == [getattr(layer, name).data_ptr() for name in NAMES]
 result["scales have a loader"] = [hasattr(getattr(layer, name), "weight_loader") for name in NAMES[2:]]
 # Dummy weights are any bytes, and every byte is two values.
@@ -198,6 +214,14 @@ for name in NAMES[:2]:
 before = [getattr(dummy, name).detach().clone() for name in NAMES[:2]]
 process(dummy)
 two_kernels.restore_layer(dummy)
+result["save in the engine's layout"] = outcome(dummy.state_dict)
+bare = torch.nn.Module()
+bare.experts = dummy
+zeros = [("experts.w13_weight", torch.zeros_like(dummy.w13_weight))]
+dummy.w13_weight.data.copy_(before[0])
+result["direct in the engine's layout"] = outcome(updater._model_load_weights_direct, bare, zeros)
+result["direct in the engine's layout changed"] = not dummy.w13_weight.any()
+dummy.w13_weight.data.copy_(before[0])
 result["dummy"] = [torch.equal(getattr(dummy, name), was) for name, was in zip(NAMES, before)]
 """
 
@@ -222,6 +246,16 @@ settings["moe_a2a_backend"] = "deepep"
 settings["deepep_mode"] = "normal"
 result["left"]["normal"] = left(new_layer())
 settings["deepep_mode"] = "auto"
+for name, value in (
+    ("load_format", "sharded_state"),
+    ("speculative_draft_load_format", "remote"),
+    ("cpu_offload_gb", 2),
+    ("offload_group_size", 4),
+):
+    settings[name] = value
+    result["left"][name] = left(new_layer())
+    del settings[name]
+settings.update(load_format="safetensors", speculative_draft_load_format=None, cpu_offload_gb=0, offload_group_size=-1)
 result["supported"] = not left(new_layer())
 del engine_chain.cutlass_w4a8_moe_mm
 result["left"]["no gemm"] = left(new_layer())
@@ -467,6 +501,25 @@ def test_an_announced_reload_is_restored_before_and_regrouped_after(life):
     assert life["refused again"].startswith("RuntimeError: w2_weight: ")
 
 
+@pytest.mark.parametrize("name", ["w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"])
+def test_a_copy_into_the_memory_of_a_regrouped_layer_is_refused_before_anything_is_written(life, name):
+    assert life[f"direct {name}"].startswith(
+        f"RuntimeError: experts.{name}: its layer is regrouped for the Triton backend"
+    )
+    assert life["direct changed"] == [False, True, True, True, True]
+    assert (life["direct, others"], life["direct, others changed"]) == ("accepted", True)
+    assert life["direct in the engine's layout"] == "accepted"
+    assert life["direct in the engine's layout changed"] is True
+
+
+def test_a_regrouped_layer_is_not_saved(life):
+    assert life["save"] == (
+        "RuntimeError: experts.w13_weight: its layer is regrouped for the Triton backend, so what is saved of it could not be "
+        "loaded; start the server with SGLANG_W4AFP8_BACKEND=cutlass to save its weights"
+    )
+    assert life["save in the engine's layout"] == "accepted"
+
+
 def test_the_engine_itself_cannot_load_a_layers_scales_again(life):
     assert life["scales have a loader"] == [False, False]
 
@@ -487,6 +540,10 @@ def test_what_is_not_supported_stays_with_cutlass_and_is_said_once(stub):
         "the weights are on no GPU, not on Hopper",
         "nothing goes through DeepEP here (--moe-a2a-backend none)",
         "DeepEP runs in normal mode only",
+        "--load-format sharded_state may write weights after their processing",
+        "--speculative-draft-load-format remote may write weights after their processing",
+        "--cpu-offload-gb 2 computes on copies of the weights",
+        "--offload-group-size 4 computes on copies of the weights",
         "the engine's chain calls no cutlass_w4a8_moe_mm, so its prefill could not be served",
     }
     assert len(done.lines("experts stay with CUTLASS: ")) == len(reasons)
