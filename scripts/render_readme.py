@@ -553,6 +553,74 @@ def toolchains_section(results: Path = RESULTS) -> str:
     return f"Time with Triton {other} divided by time with Triton {one}.\n\n{markdown_table(headings, rows)}"
 
 
+def _machine_codes(results: Path) -> list[dict[tuple[Any, ...], Cell]]:
+    """Of both Tritons: what the assembler made of every launch of the table, by kernel, columns, experts and rows."""
+    return [
+        {
+            (cell["kernel"], cell["columns"], cell["experts"], cell["rows"]): cell
+            for cell in json.loads((results / "h200" / f"machine_code{suffix}.json").read_text())["cells"]
+        }
+        for suffix in _TRITONS
+    ]
+
+
+def _code(one: Cell, other: Cell) -> str:
+    if one["digest"] == other["digest"]:
+        return "the same"
+    counts = ("instructions", "registers", "barriers")
+    return ", ".join(f"{one[name]} to {other[name]} {name}" for name in counts if one[name] != other[name]) or "other"
+
+
+def toolchain_turns_section(results: Path = RESULTS) -> str:
+    """The shapes that lost in whole runs, as both Tritons in turns have them, and what differs in the machine code."""
+    path = results / "h200" / "toolchains.json"
+    if not path.is_file():
+        return "Not measured yet.\n"
+    content = json.loads(path.read_text())
+    codes, rows = _machine_codes(results), []
+    tritons = list(dict.fromkeys(cell["triton"] for cell in content["cells"]))
+    if len(tritons) != len(_TRITONS):
+        raise RenderError(f"{path}: must be of two Tritons, is of {', '.join(tritons)}")
+    for kernel, name, size in _TWICE:
+        mine = [{**cell, size: cell["size"]} for cell in content["cells"] if cell["kernel"] == name]
+        if not mine:
+            continue
+        whole = report.lost_beside(
+            *(
+                report.by_shape(json.loads((results / "h200" / f"{name}{suffix}.json").read_text())["cells"], size)
+                for suffix in _TRITONS
+            ),
+            "engine_us",
+        )
+        for shape, cells in sorted(report.by_shape(mine, size).items()):
+            runs = sorted({cell["run"] for cell in cells})
+            one, other = (
+                [[c for c in cells if (c["triton"], c["run"]) == (triton, run)] for run in runs] for triton in tritons
+            )
+
+            def lost(a: list[Cell], b: list[Cell], shape=shape) -> float:
+                return report.lost_beside({shape: a}, {shape: b}, "engine_us")[shape]
+
+            losses = [lost(a, b) for a, b in zip(one, other, strict=True)]
+            own = [lost(same[0], run) for same in (one, other) for run in same]
+            apart = max(max(part) / min(part) for part in (own[: len(runs)], own[len(runs) :]))
+            tuned = [cell for cell in other[-1] if cell.get("tuned_us")]
+            left = losses[-1] * geometric_mean([c["tuned_us"] / c["ours_us"] for c in tuned]) if tuned else None
+            rows.append(
+                [
+                    f"{kernel}, {size} {shape[0]} E {shape[1]} rows {shape[2]}",
+                    f"{whole[shape]:.3f}",
+                    ", ".join(f"{loss:.3f}" for loss in losses),
+                    f"{apart:.3f}",
+                    _code(*(code[(name, *shape)] for code in codes)),
+                    "" if left is None else f"{left:.3f}",
+                ]
+            )
+    other = tritons[1]
+    headings = ["shape", "whole runs", "in turns", "runs of one", "machine code", f"tuned by {other}"]
+    return markdown_table(headings, rows)
+
+
 def patches_section() -> str:
     rows = [
         [
@@ -566,7 +634,7 @@ def patches_section() -> str:
     return markdown_table(["patch", "replaces", "what it does", "upstream"], rows)
 
 
-def versions_section(report: Path = VERSIONS) -> str:
+def versions_section(versions: Path = VERSIONS) -> str:
     """Supported engine versions; releases in a row that differ in nothing shown share a line."""
 
     def row(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -581,10 +649,10 @@ def versions_section(report: Path = VERSIONS) -> str:
         )
 
     try:
-        entries = json.loads(report.read_text())
+        entries = json.loads(versions.read_text())
         groups = [(rows, [e["version"] for e in group]) for rows, group in itertools.groupby(entries, key=row)]
     except (OSError, ValueError, KeyError) as error:
-        raise RenderError(f"{report}: cannot be read ({error})") from error
+        raise RenderError(f"{versions}: cannot be read ({error})") from error
     headings = ["sglang", "torch, Triton", "Triton kernels in", "passes `expected_m` on", "plugin", "in-tree"]
     shown = ([" - ".join(dict.fromkeys([names[0], names[-1]])), *cells] for cells, names in groups)
     return markdown_table(headings, shown)
@@ -597,6 +665,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
     "results": results_section,
     "expectations": expectations_section,
     "toolchains": toolchains_section,
+    "toolchain turns": toolchain_turns_section,
 }
 
 

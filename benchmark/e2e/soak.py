@@ -99,7 +99,8 @@ class Requests:
         input_len, output_len = log_uniform(rng, self._inputs), log_uniform(rng, self._outputs)
         cancel = rng.choices((None, "abort", "hang up"), (90, 5, 5))[0]
         return Request(
-            rid=f"soak-{self._drawn}",
+            # All of one length: the engine aborts every request whose identifier begins with the one that it is given.
+            rid=f"soak-{self._drawn:08d}",
             prompt=client.random_prompts(1, input_len, self._vocab_size, rng.randrange(1 << 30))[0],
             output_len=output_len,
             cancel=cancel,

@@ -24,6 +24,9 @@ import aiohttp
 
 # Tokens between two chunks of a stream: rare enough that client and server spend their time decoding.
 STREAM_INTERVAL = 8
+# An idle connection is used again only within this time. The engine closes it after 5 s (SGLANG_TIMEOUT_KEEP_ALIVE), and a
+# request that crosses with that is lost without the server having seen it.
+KEEP_ALIVE_S = 2.0
 _TIMEOUT_S = 600.0
 
 
@@ -208,9 +211,10 @@ async def bench_serving(
 
 
 def session() -> aiohttp.ClientSession:
-    """A session without aiohttp's limit of 100 connections."""
+    """A session without aiohttp's limit of 100 connections, and without idle ones that the server may just be closing."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=30)
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S, sock_connect=30),
     )
 
 

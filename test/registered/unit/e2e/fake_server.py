@@ -141,7 +141,9 @@ class FakeServer:
                     self.step(len(prompts))
                     for index in sorted(alive):
                         reason = None
-                        if rids[index] in self.aborted or (index in failing and done == 2):
+                        # Like the engine, by prefix.
+                        aborted = any(rids[index].startswith(rid) for rid in self.aborted)
+                        if aborted or (index in failing and done == 2):
                             reason = {"type": "abort", "message": "Abort in test"}
                         elif done == count:
                             reason = {"type": "length", "length": count}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import csv
 import dataclasses
 import gzip
+import itertools
 import json
 import math
 import os
@@ -934,6 +936,23 @@ def test_soak_load_is_drawn_from_the_seed_and_covers_all_lengths():
     assert {len(r.prompt) for r in first} >= {1, 2, 3} and max(len(r.prompt) for r in first) > 900
     assert {r.cancel for r in first} == {None, "abort", "hang up"}
     assert all(1 <= r.output_len <= 256 and r.cancel_after < r.output_len for r in first)
+
+
+def test_soak_cancels_one_request_at_a_time():
+    """The engine aborts by prefix, so no identifier may begin another."""
+    source = soak.Requests(3, 1000, 4, 4)
+    names = sorted(source.draw().rid for _ in range(1200))
+    assert not any(longer.startswith(shorter) for shorter, longer in itertools.pairwise(names))
+
+
+def test_an_idle_connection_is_given_up_before_the_engine_closes_it():
+    from sglang.srt.environ import envs
+
+    async def keep_alive() -> float:
+        async with client.session() as http:
+            return http.connector._keepalive_timeout
+
+    assert asyncio.run(keep_alive()) == client.KEEP_ALIVE_S <= envs.SGLANG_TIMEOUT_KEEP_ALIVE.get() - 2
 
 
 def test_soak_schedule_goes_down_first_and_then_visits_every_level_in_each_round():

@@ -274,6 +274,40 @@ def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_pa
         renderer.toolchains_section(tmp_path)
 
 
+def test_two_toolchains_in_turns_are_told_from_two_runs_of_one(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.toolchain_turns_section(tmp_path) == "Not measured yet.\n"
+    (tmp_path / "h200").mkdir()
+
+    def save(name: str, cells: list[dict[str, object]]) -> None:
+        (tmp_path / "h200" / f"{name}.json").write_text(json.dumps({"meta": META, "cells": cells}))
+
+    def timed(us: float, **more: object) -> list[dict[str, object]]:
+        shape = {"experts": 64, "rows": 1, "ours_us": us, "engine_us": 4.0}
+        return [{**shape, "routing": routing, **more} for routing in ("even", "random")]
+
+    for suffix, us, digest, registers in (("36", 2.0, "a", 40), ("38", 2.2, "b", 32)):
+        save(f"silu_triton{suffix}", timed(us, n=2048))
+        code = {"kernel": "silu", "experts": 64, "rows": 1, "instructions": 9, "registers": registers, "barriers": 5}
+        save(f"machine_code_triton{suffix}", [{**code, "columns": 2048, "digest": digest}])
+    runs = (("1.0", 1, 2.0), ("2.0", 1, 2.1), ("1.0", 2, 2.02), ("2.0", 2, 2.3))
+    cells = [
+        cell
+        for triton, run, us in runs
+        for cell in timed(us, kernel="silu", size=2048, triton=triton, run=run, tuned_us=2.07 if us == 2.3 else None)
+    ]
+    save("toolchains", cells)
+    assert renderer.toolchain_turns_section(tmp_path).splitlines()[0].endswith("| tuned by 2.0 |")
+    assert renderer.toolchain_turns_section(tmp_path).splitlines()[-1] == (
+        "| SiLU, n 2048 E 64 rows 1 | 1.100 | 1.050, 1.139 | 1.095 | 40 to 32 registers | 1.025 |"
+    )
+    same = (tmp_path / "h200" / "machine_code_triton36.json").read_text()
+    (tmp_path / "h200" / "machine_code_triton38.json").write_text(same)
+    assert "| the same |" in renderer.toolchain_turns_section(tmp_path)
+    save("toolchains", [cell for cell in cells if cell["triton"] == "1.0"])
+    with pytest.raises(renderer.RenderError, match=r"toolchains.json: must be of two Tritons, is of 1\.0"):
+        renderer.toolchain_turns_section(tmp_path)
+
+
 def test_a_missing_file_reads_not_measured_yet(renderer: ModuleType, tmp_path: Path) -> None:
     assert renderer.result_table(table(renderer), tmp_path) == "### T\n\nNot measured yet.\n"
 

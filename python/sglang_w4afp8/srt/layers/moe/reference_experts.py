@@ -1,9 +1,10 @@
 """The low-latency expert layer in float32 with plain torch operations: what the other backends are compared with.
 
-``SGLANG_W4AFP8_BACKEND=reference`` serves with it. Nothing is rounded between the payload and the result: the payload counts
-with its own scales, so the static input scale of the first GEMM plays no part, and that of the second only saturates. It reads
-row counts on the host and unpacks weights in every call, so it is slow and cannot be captured in a CUDA graph: start the server
-with ``--disable-cuda-graph``, compare outputs, and never serve users with it. Prefill in DeepEP's normal mode is not covered.
+``SGLANG_W4AFP8_BACKEND=reference`` serves with it. It rounds where the format does and nowhere else: weights and payload are
+what they are, the payload with its own scales, so that the static input scale of the first GEMM plays no part; the input of the
+second is fp8 in its static scale; the result is bfloat16. It reads row counts on the host and unpacks weights in every call, so
+it is slow and cannot be captured in a CUDA graph: start the server with ``--disable-cuda-graph``, compare outputs, and never
+serve users with it. Prefill in DeepEP's normal mode is not covered.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def moe_deepep_ll(
     masked_m: torch.Tensor,
     a2_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """A low-latency layer in float32; arguments and result as of the chain that calls it, weights as the engine loads them.
+    """A low-latency layer in float32, rounded where the format is; arguments and result as of the chain that calls it, weights
+    as the engine loads them.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -50,7 +52,6 @@ def moe_deepep_ll(
     if a_scales is not None and a_scales.dtype != torch.float32:
         raise ValueError(f"a_scales: dtype is {a_scales.dtype}, must be torch.float32 with the reference backend")
     output = torch.zeros(a_states.shape, dtype=torch.bfloat16, device=a_states.device)
-    limit = _FP8_MAX * a2_scale
     # TF32 would round what this is there to leave alone.
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -59,7 +60,8 @@ def moe_deepep_ll(
             if count:
                 rows = _rows(a_states[expert, :count], None if a_scales is None else a_scales[expert, :count])
                 gate, up = (rows @ _weight(w1_q[expert], w1_scale[expert]).T).chunk(2, dim=1)
-                inner = (torch.nn.functional.silu(gate) * up).clamp(-limit, limit)
+                inner = (torch.nn.functional.silu(gate) * up / a2_scale).clamp(-_FP8_MAX, _FP8_MAX)
+                inner = inner.to(torch.float8_e4m3fn).float() * a2_scale
                 output[expert, :count] = (inner @ _weight(w2_q[expert], w2_scale[expert]).T).bfloat16()
     finally:
         torch.set_float32_matmul_precision(precision)

@@ -1,4 +1,4 @@
-"""The float32 expert layer: what it refuses, and that it leaves torch's matmul precision as it was."""
+"""The float32 expert layer: what it rounds and what it refuses, and that it leaves torch's matmul precision as it was."""
 
 import sys
 
@@ -6,7 +6,14 @@ import pytest
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang_w4afp8.kernels.ops.moe.w4a8_reference import interleave_scales, pack_int4
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
+    deinterleave_scales,
+    dequantize_weight,
+    interleave_scales,
+    pack_int4,
+    relative_error,
+    unpack_int4,
+)
 from sglang_w4afp8.srt.layers.moe import reference_experts
 
 register_cpu_ci(est_time=10, suite="base-a-test-cpu")
@@ -26,13 +33,43 @@ def arguments(rows=(3, 0)):
     return [x, x_scale, *weights, *scales, torch.tensor(rows, dtype=torch.int32), torch.tensor([1e-3])]
 
 
-def test_the_second_input_scale_only_saturates():
-    free, tight = arguments(), arguments()
-    free[-1] = torch.tensor([1e6])
-    assert not torch.equal(reference_experts.moe_deepep_ll(*free), reference_experts.moe_deepep_ll(*tight))
-    looser = arguments()
-    looser[-1] = torch.tensor([2e6])
-    assert torch.equal(reference_experts.moe_deepep_ll(*free), reference_experts.moe_deepep_ll(*looser))
+def layer(values, rounded):
+    """The first expert's three rows in float64; the second GEMM's input as the format stores it, or left alone."""
+    x, x_scale, w1_q, w2_q, w1_scale, w2_scale, _, a2_scale = values
+    w1, w2 = (
+        dequantize_weight(q[0], deinterleave_scales(s[:1], q.size(1))[0]).double()
+        for q, s in ((w1_q, w1_scale), (w2_q, w2_scale))
+    )
+    rows = x[0, :3].double() * x_scale[0, :3].double().repeat_interleave(128, dim=1)
+    gate, up = (rows @ w1.T).chunk(2, dim=1)
+    inner = torch.nn.functional.silu(gate) * up
+    if rounded:
+        scale = a2_scale.double()
+        inner = (inner / scale).clamp(-448, 448).to(torch.float8_e4m3fn).double() * scale
+    return inner @ w2.T
+
+
+@pytest.mark.parametrize("a2_scale, saturates", [(1e-3, True), (0.05, False), (20.0, False)])
+def test_the_second_gemms_input_is_rounded_as_the_format_stores_it(a2_scale, saturates):
+    values = arguments()
+    values[-1] = torch.tensor([a2_scale])
+    found = reference_experts.moe_deepep_ll(*values)[0, :3]
+    assert relative_error(found, layer(values, rounded=True)) < 3e-3  # the result is bfloat16
+    # An fp8 value is off by up to 1/16, or by whatever is cut off.
+    assert relative_error(found, layer(values, rounded=False)) > (0.1 if saturates else 0.015)
+
+
+def test_only_a_bfloat16_result_is_between_the_reference_and_the_layer():
+    values = arguments()
+    # Powers of two everywhere: gates far above zero are their own SiLU, and all that is stored fits into fp8.
+    values[0] = torch.ones_like(values[0].float()).to(torch.float8_e4m3fn)
+    for index in (2, 3):
+        values[index] = pack_int4(torch.ones_like(unpack_int4(values[index])))
+    for index in (4, 5):
+        values[index] = torch.full_like(values[index], 0.5)
+    values[-1] = torch.tensor([16.0])
+    # 256 products of 0.5 and 0.5 are 64, 64 * 64 is 256 of 16, and 128 products of it with 0.5 are 2^18.
+    assert (reference_experts.moe_deepep_ll(*values)[0, :3] == 2.0**18).all()
 
 
 def test_counts_beyond_the_padding_are_all_rows_and_negative_ones_none():
