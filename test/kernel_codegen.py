@@ -33,7 +33,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -563,17 +563,31 @@ def machine_code(listing: str, load_width: int) -> MachineCode:
     )
 
 
+def bench_geometries(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> Iterator[tuple[str, Geometry, int]]:
+    """Every launch of the tables in ``directory`` as the kinds of ``bench`` call it, and its mean rows per expert.
+
+    ``layer`` is the requant that also writes the GEMMs' tables; its SiLU is that of ``silu``.
+    """
+    for geometry, rows in table_geometries(directory, problem_sizes=False):
+        yield geometry.kernel, geometry, rows
+        if geometry.kernel == REQUANT:
+            # A wider payload keeps the bytes of a lane.
+            halved = replace(geometry.launch, col_block=max(1, geometry.launch.col_block // 2))
+            yield "bf16", replace(geometry, launch=halved, payload=BF16), rows
+            yield "layer", replace(geometry, problem_sizes=True), rows
+
+
 def table_machine_code(directory: Path = tuned_config.SHIPPED_DIRECTORY) -> list[dict[str, Any]]:
-    """The machine code of every launch of the tables in ``directory`` as ``bench requant`` and ``bench silu`` call it."""
+    """The machine code of :func:`bench_geometries`; ``kernel`` is the kind."""
     target = TARGETS[MACHINE_CODE_TARGET]
     cells, known = [], {}
-    for geometry, rows in table_geometries(directory, problem_sizes=False):
+    for kind, geometry, rows in bench_geometries(directory):
         # Many launches share a kernel: Triton's cache compiles it once, and it is disassembled once.
         compiled = compile_geometry(geometry, target)
         if compiled.metadata.hash not in known:
             width = max(accesses(assembly_of(compiled, target), target.backend).loads)
             known[compiled.metadata.hash] = asdict(machine_code(machine_code_of(compiled), width))
-        shape = {"kernel": geometry.kernel, "columns": geometry.columns, "experts": geometry.experts, "rows": rows}
+        shape = {"kernel": kind, "columns": geometry.columns, "experts": geometry.experts, "rows": rows}
         cells.append(shape | known[compiled.metadata.hash])
     return cells
 

@@ -117,18 +117,18 @@ def test_machine_code_of_a_table_tells_equal_kernels_from_others(tmp_path):
     assert content["meta"]["target"] == "cuda:90"
     cells = content["cells"]
     assert [(cell["kernel"], cell["columns"], cell["experts"], cell["rows"]) for cell in cells] == [
-        (REQUANT, 3584, 8, rows) for rows in (1, 2, 8)
+        (kind, 3584, 8, rows) for rows in (1, 2, 8) for kind in (REQUANT, "bf16", "layer")
     ]
-    one, capped, wider = cells
-    assert one | {"rows": 2} == capped
-    assert one["digest"] != wider["digest"]
+    for one, capped, wider in (cells[0::3], cells[1::3], cells[2::3]):
+        assert one | {"rows": 2} == capped
+        assert one["digest"] != wider["digest"]
+    assert len({cell["digest"] for cell in cells[:3]}) == 3
     for cell in cells:
         assert len(cell["digest"]) == 64
         assert 10 < cell["before_payload"] < cell["instructions"] < 2000
         assert 16 <= cell["registers"] <= 255
         assert 0 <= cell["barriers"] < 20
-    (again,) = written_machine_code(tmp_path, "one", {"expected_m": 2})["cells"]
-    assert again == one
+    assert written_machine_code(tmp_path, "one", {"expected_m": 2})["cells"] == cells[:3]
 
 
 SASS = """
