@@ -365,6 +365,27 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         where={"arm": ("plugin", "cutlass", "triton", "auto")},
     ),
     ResultTable(
+        title="The same tokens?",
+        file="h200/e2e_equality.json",
+        note=(
+            "Greedy decoding of a small DeepSeek-V3 checkpoint with real weights on the real server, prompts one at a time, "
+            "against the engine where its grouped GEMM is right (padded rows a multiple of 512), and against float32 expert "
+            "layers (`reference`), which whoever rounds otherwise than the engine is judged by. A near tie is a first "
+            "difference where the reference's two best log-probabilities are hardly apart; gap: how far at most, where tokens "
+            "differ."
+        ),
+        group_by=("arm", "backend", "padded_rows", "against"),
+        columns=(
+            total("prompts", "prompts"),
+            total("equal", "equal"),
+            total("near ties", "near_ties"),
+            Column("equal tokens, %", lambda cells: f"{100 * cells[0]['matching_tokens']:.1f}"),
+            one("gap", "largest_gap", 3),
+            Column("judged", lambda cells: "yes" if cells[0]["judged"] else "no"),
+        ),
+        where={"pass": ("one at a time",)},
+    ),
+    ResultTable(
         title="Random calls on the device",
         file="h200/fuzz.json",
         note=(
@@ -391,9 +412,7 @@ def result_table(table: ResultTable, results: Path) -> str:
         return f"{head}Not measured yet.\n"
     try:
         data = json.loads(path.read_text())
-        missing = [key for key in META_KEYS if not data["meta"].get(key)]
-        if missing:
-            raise RenderError(f"{path}: meta lacks {', '.join(missing)}")
+        source = _source(path, table.file, data["meta"])
         cells = [cell for cell in data["cells"] if all(cell[name] in values for name, values in table.where.items())]
         groups: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in cells:
@@ -410,15 +429,51 @@ def result_table(table: ResultTable, results: Path) -> str:
     if not cells:
         raise RenderError(f"{path}: no cell for the table {table.title!r}")
     headings = [*table.group_by, *(column.heading for column in table.columns)]
-    meta = "; ".join(f"{key} {data['meta'][key]}" for key in META_KEYS[:-1])
-    source = f"{meta}. `{data['meta']['command']}` wrote [{table.file}](benchmark/results/{table.file})."
-    if data["meta"].get("remark"):
-        source += f" {data['meta']['remark']}"
     return f"{head}{table.note}\n\n{markdown_table(headings, rows, '---:')}\n{source}\n"
 
 
+def _source(path: Path, name: str, meta: Mapping[str, Any]) -> str:
+    """Where a table's figures come from.
+
+    Raises:
+        RenderError: the file does not say it.
+    """
+    missing = [key for key in META_KEYS if not meta.get(key)]
+    if missing:
+        raise RenderError(f"{path}: meta lacks {', '.join(missing)}")
+    shown = "; ".join(f"{key} {meta[key]}" for key in META_KEYS[:-1])
+    source = f"{shown}. `{meta['command']}` wrote [{name}](benchmark/results/{name})."
+    return f"{source} {meta['remark']}" if meta.get("remark") else source
+
+
+def soak_section(results: Path = RESULTS) -> str:
+    """The long run under changing load: its summary in a row, and what was not as wanted."""
+    name = "h200/e2e_soak.json"
+    head, path = "### Under changing load\n\n", results / name
+    if not path.is_file():
+        return f"{head}Not measured yet.\n"
+    content = json.loads(path.read_text())
+    summary, levels = content["summary"], content["summary"]["levels"]
+    note = (
+        f"The real server with arm `{summary['arm']}` (experts by {summary['backend']}) while requests of up to "
+        f"{summary['longest_input']} tokens come, are cancelled and go, {levels[0]} to {levels[-1]} at once."
+    )
+    figures = {
+        "minutes": f"{summary['minutes']:.1f}",
+        "requests": str(summary["sent"]),
+        "finished": str(summary["finished"]),
+        "cancelled": str(summary["aborted"] + summary["hung_up"]),
+        "failed": str(summary["failed"]),
+        "faults in the log": str(len(summary["log_errors"])),
+        "GPU memory grown, MiB": f"{summary['gpu_memory_growth_mib']:.0f}",
+        "sound": "yes" if summary["sound"] else "no",
+    }
+    table = markdown_table(list(figures), [list(figures.values())], "---:")
+    return f"{head}{note}\n\n{table}\n{_source(path, name, content['meta'])}\n"
+
+
 def results_section(results: Path = RESULTS) -> str:
-    return "\n".join(result_table(table, results) for table in RESULT_TABLES)
+    return "\n".join([*(result_table(table, results) for table in RESULT_TABLES), soak_section(results)])
 
 
 def replaced(patch: plugin.Patch) -> str:

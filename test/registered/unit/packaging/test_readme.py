@@ -130,6 +130,26 @@ def test_bf16_is_compared_per_byte(renderer: ModuleType) -> None:
     assert renderer._bf16_per_byte([{"ours_us": 3.0, "fp8_us": 2.0}]) == "0.98"
 
 
+def equality_cells() -> list[dict[str, Any]]:
+    """What the comparison of tokens makes of servers that all decode the same."""
+    sys.path.insert(0, str(ROOT / "benchmark" / "e2e"))
+    try:
+        import equality
+    finally:
+        sys.path.remove(str(ROOT / "benchmark" / "e2e"))
+    tokens = dict.fromkeys((equality.SINGLE, equality.BATCH, equality.REPEAT), [[1, 2], [3, 4]])
+    arms = (("engine", "cutlass"), ("cutlass", "cutlass"), ("triton", "triton"), ("reference", "reference"))
+    runs = [
+        equality.Outputs(arm, rows, [], tokens, [[1.0, 1.0]] * 2, backend)
+        for rows in (512, 128)
+        for arm, backend in arms
+        if (arm, rows) != ("reference", 128)
+    ]
+    cells, faults = equality.judge(runs[0], runs[1:], 0.0, 0.1)
+    assert not faults
+    return cells
+
+
 def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
     """Cells with the fields that each benchmark writes, over its usual grid, ours twice as fast as the engine."""
     from sglang_w4afp8.bench import streaming
@@ -196,6 +216,7 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
             for requests in (8, 32, 128, 256)
             for arm in ("engine", "plugin")
         ],
+        "e2e_equality": equality_cells(),
         "fuzz": [{**dataclasses.asdict(c), "cases": 300, "different": []} for c in fuzz_device.plan(1, 40)],
     }
 
@@ -214,6 +235,37 @@ def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Pat
         assert 4 < len(rows) <= 20, f"{declared.title}: {len(rows)} lines"
         assert "n/a" not in text, declared.title
     assert "| 64 | 8 | 8.00 | 4.00 | 2.00 | 1.00 | 2.00 | 0.50 |" in renderer.results_section(tmp_path)
+
+
+def test_the_soak_is_summed_up_in_a_row(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.soak_section(tmp_path) == "### Under changing load\n\nNot measured yet.\n"
+    (tmp_path / "h200").mkdir()
+    path = tmp_path / "h200" / "e2e_soak.json"
+    summary = {
+        "arm": "auto",
+        "backend": "triton",
+        "minutes": 15.214,
+        "sound": True,
+        "sent": 110,
+        "finished": 100,
+        "failed": 0,
+        "aborted": 6,
+        "hung_up": 4,
+        "levels": [1, 2, 256],
+        "longest_input": 1024,
+        "log_errors": [],
+        "gpu_memory_growth_mib": 0.0,
+    }
+    path.write_text(json.dumps({"meta": META, "summary": summary, "cells": []}))
+    text = renderer.soak_section(tmp_path)
+    assert "arm `auto` (experts by triton)" in text and "1 to 256 at once" in text
+    assert "| 15.2 | 110 | 100 | 10 | 0 | 0 | 0 | yes |\n" in text
+    assert "wrote [h200/e2e_soak.json](benchmark/results/h200/e2e_soak.json)." in text
+    path.write_text(json.dumps({"meta": META | {"remark": "Why."}, "summary": summary | {"sound": False}, "cells": []}))
+    assert "| no |\n" in renderer.soak_section(tmp_path) and renderer.soak_section(tmp_path).endswith(" Why.\n")
+    path.write_text(json.dumps({"meta": META | {"gpu": None}, "summary": summary, "cells": []}))
+    with pytest.raises(renderer.RenderError, match=r"e2e_soak.json: meta lacks gpu$"):
+        renderer.soak_section(tmp_path)
 
 
 def test_what_to_expect_adds_the_kernels_of_a_layer(renderer: ModuleType, tmp_path: Path) -> None:
