@@ -372,7 +372,7 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             "against the engine where its grouped GEMM is right (padded rows a multiple of 512), and against float32 expert "
             "layers (`reference`), which whoever rounds otherwise than the engine is judged by. A near tie is a first "
             "difference where the reference's two best log-probabilities are hardly apart; gap: how far at most, where tokens "
-            "differ."
+            "differ; gaps off: by how much both servers' gaps differ before that, root mean square."
         ),
         group_by=("arm", "backend", "padded_rows", "against"),
         columns=(
@@ -381,6 +381,7 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             total("near ties", "near_ties"),
             Column("equal tokens, %", lambda cells: f"{100 * cells[0]['matching_tokens']:.1f}"),
             one("gap", "largest_gap", 3),
+            one("gaps off", "gap_rms", 4),
             Column("judged", lambda cells: "yes" if cells[0]["judged"] else "no"),
         ),
         where={"pass": ("one at a time",)},

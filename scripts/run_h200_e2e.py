@@ -77,8 +77,8 @@ class Run:
         return self.args.work / "models" / f"deepseek-v3-{self.layers(weights)[0]}l-{experts}e-{kind}"
 
     def layers(self, weights: bool) -> tuple[int, int]:
-        """Layers and how many of them are dense. The checkpoint with weights is small: it is written and read."""
-        return (3, 1) if weights else (self.args.layers, self.args.dense_layers)
+        """Layers and how many of them are dense. With weights (for equality.py) the only expert layer is the last."""
+        return (2, 1) if weights else (self.args.layers, self.args.dense_layers)
 
     def make(self, experts: int, *, weights: bool) -> int:
         out = self.model(experts, weights=weights)

@@ -20,8 +20,11 @@ allows none.
 
 An arm that is served by the Triton backend rounds less often than the engine, so its tokens are not the engine's. With the arm
 ``reference``, whose expert layers are float32 (one more server, without CUDA graphs), it is judged against that: one at a time,
-tokens must be equal but where the two best log-probabilities of the float server are closer than ``--float-tie``. How far the
-engine is from it is shown beside.
+tokens must be equal but where the two best log-probabilities of the float server are closer than ``--float-tie``, and the gap
+between those two must not be further off (root mean square) than the engine's is. How far the engine is from it is shown.
+
+For that the checkpoint's last layer should be its only expert layer. Every fp8 layer behind one rounds anew whatever differs in
+front of it, so that a few layers further on a small difference and a large one are alike, and no arm is near the reference.
 
 Finished servers are kept in ``--work``, so that an interrupted run goes on. Exit status: 0 equal; 1 a
 server failed; 3 the time ran out; 4 an arm was not what it says; 5 tokens differ.
@@ -31,6 +34,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -89,6 +94,7 @@ class Difference:
         near_ties: prompts whose first difference is where the reference nearly ties.
         matching_tokens: part of all tokens before first differences.
         largest_gap: the reference's largest gap at a first difference; 0 where nothing differs or no gaps are known.
+        gap_rms: by how much the gaps differ before first differences, root mean square; None where one side's are not known.
     """
 
     prompts: int
@@ -96,6 +102,7 @@ class Difference:
     near_ties: int
     matching_tokens: float
     largest_gap: float = 0.0
+    gap_rms: float | None = None
 
     @property
     def different(self) -> int:
@@ -108,19 +115,25 @@ def compare_tokens(
     other: Sequence[Sequence[int]],
     gaps: Sequence[Sequence[float]] | None = None,
     near_tie: float = 0.0,
+    other_gaps: Sequence[Sequence[float]] | None = None,
 ) -> Difference:
     """Compare prompt by prompt; ``gaps`` are the reference's."""
     equal = near = matching = 0
     largest = 0.0
+    squares: list[float] = []
     for index, (mine, theirs) in enumerate(zip(reference, other, strict=True)):
         first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b), None)
         matching += len(mine) if first is None else first
+        if gaps is not None and other_gaps is not None:
+            pairs = zip(gaps[index][:first], other_gaps[index][:first], strict=True)
+            squares += [(a - b) ** 2 for a, b in pairs]
         if first is None:
             equal += 1
         elif gaps is not None:
             largest = max(largest, gaps[index][first])
             near += gaps[index][first] < near_tie
-    return Difference(len(reference), equal, near, matching / max(1, sum(map(len, reference))), largest)
+    rms = math.sqrt(statistics.fmean(squares)) if squares else None
+    return Difference(len(reference), equal, near, matching / max(1, sum(map(len, reference))), largest, rms)
 
 
 def _gaps(meta: dict[str, Any]) -> list[float]:
@@ -188,6 +201,11 @@ def judge(
     """Cells of the results, and what must not be. One of ``others`` may be the float reference."""
     cells, faults = [], []
     exact = next((other for other in others if other.backend == REFERENCE), None)
+
+    def from_exact(other: Outputs) -> Difference:
+        return compare_tokens(exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, float_tie, other.gaps)
+
+    engines = from_exact(reference).gap_rms if exact is not None else None
     repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])
     for other in (reference, *others):
         # The engine's own other rows are shown, not judged, and so is whoever rounds otherwise than the engine.
@@ -196,7 +214,8 @@ def judge(
             gaps = reference.gaps if name == SINGLE else None
             # All at once, the reference itself is what it is on its first pass.
             base = reference.tokens[SINGLE if name == SINGLE else BATCH]
-            found = compare_tokens(base, other.tokens[name], gaps, near_tie)
+            others_gaps = other.gaps if name == SINGLE else None
+            found = compare_tokens(base, other.tokens[name], gaps, near_tie, others_gaps)
             judged = must_equal and (name == SINGLE or repeats.equal == repeats.prompts)
             if judged and found.different:
                 faults.append(
@@ -206,8 +225,13 @@ def judge(
             role = "reference" if other is reference else "must equal" if must_equal else "shown"
             cells.append(_cell(other, name, found, judged, role, ENGINE))
         if exact is not None and other is not exact:
-            found = compare_tokens(exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, float_tie)
+            found = from_exact(other)
             judged = other.backend == TRITON
+            if judged and found.gap_rms is not None and engines is not None and found.gap_rms > engines:
+                faults.append(
+                    f"{other.arm} with {other.rows} padded rows: gaps are {found.gap_rms:.4f} from the float reference's, "
+                    f"the engine's {engines:.4f}"
+                )
             if judged and found.different:
                 faults.append(
                     f"{other.arm} with {other.rows} padded rows: {found.different} of {found.prompts} prompts differ from the "
@@ -234,6 +258,7 @@ def _cell(other: Outputs, name: str, found: Difference, judged: bool, role: str,
         "near_ties": found.near_ties,
         "matching_tokens": round(found.matching_tokens, 4),
         "largest_gap": round(found.largest_gap, 4),
+        "gap_rms": None if found.gap_rms is None else round(found.gap_rms, 4),
         "judged": judged,
         "role": role,
     }
@@ -335,6 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "near ties",
         "matching tokens %",
         "gap",
+        "gaps off",
         "role",
     ]
     report.print_table(
@@ -350,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cell["near_ties"],
                 100.0 * cell["matching_tokens"],
                 f"{cell['largest_gap']:.3f}",
+                "" if cell["gap_rms"] is None else f"{cell['gap_rms']:.4f}",
                 cell["role"] + ("" if cell["judged"] or cell["role"] != "must equal" else " (not judged)"),
             ]
             for cell in cells

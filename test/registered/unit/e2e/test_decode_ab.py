@@ -866,6 +866,29 @@ def test_only_first_differences_count_and_near_ties_are_apart():
     assert equality.compare_tokens(reference, other, gaps, near_tie=0.0).different == 2
 
 
+def test_gaps_are_compared_as_long_as_tokens_are_the_same():
+    reference, other = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 9]]
+    gaps, others_gaps = [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]], [[1.0, 1.3, 1.0], [0.6, 9.0, 9.0]]
+    found = equality.compare_tokens(reference, other, gaps, 0.0, others_gaps)
+    assert found.gap_rms == pytest.approx(math.sqrt((0.3**2 + 0.4**2) / 4))
+    assert equality.compare_tokens(reference, other, gaps, 0.0).gap_rms is None
+    assert equality.compare_tokens([[1]], [[2]], [[1.0]], 0.0, [[1.0]]).gap_rms is None  # nothing to compare
+
+
+def test_a_triton_arm_further_from_the_float_reference_than_the_engine_is_a_fault():
+    def outputs(arm: str, backend: str, gap: float) -> equality.Outputs:
+        tokens = dict.fromkeys((equality.SINGLE, equality.BATCH, equality.REPEAT), [[1, 2]])
+        return equality.Outputs(arm, 512, [], tokens, [[1.0, gap]], backend)
+
+    exact, engine = outputs("reference", "reference", 1.0), outputs("engine", "cutlass", 1.2)
+    cells, faults = equality.judge(engine, [outputs("auto", "triton", 1.1), exact], 0.0)
+    assert faults == []
+    (cell,) = [cell for cell in cells if (cell["arm"], cell["against"]) == ("auto", "reference")]
+    assert cell["gap_rms"] == pytest.approx(0.1 / math.sqrt(2), abs=1e-4)
+    _, faults = equality.judge(engine, [outputs("auto", "triton", 1.3), exact], 0.0)
+    assert faults == ["auto with 512 padded rows: gaps are 0.2121 from the float reference's, the engine's 0.1414"]
+
+
 def test_batches_are_judged_only_where_the_reference_repeats_itself():
     def outputs(arm: str, batch: list[int], repeat: list[int]) -> equality.Outputs:
         tokens = {"one at a time": [[1, 2]], "all at once": [batch], "all at once again": [repeat]}
