@@ -62,8 +62,10 @@ _HOPPER = (9, 0)
 # (weight, its scales, whether it holds gate and up rows), as the engine names them.
 _WEIGHTS = (("w13_weight", "w13_weight_scale_inv", True), ("w2_weight", "w2_weight_scale_inv", False))
 # Attributes on the engine's parameters: the layout of a weight and its scales, its loader while loads are refused, and that a
-# scale has been through the engine's processing, which must not happen twice. On a layer: the hook that refuses to save.
+# scale has been through the engine's processing, which must not happen twice. On a layer: the hook that refuses to save. On
+# the engine's copy into parameters: that it is ours.
 _LAYOUT, _LOADER, _PROCESSED, _SAVING = "_w4afp8_layout", "_w4afp8_loader", "_w4afp8_processed", "_w4afp8_saving"
+_REFUSES = "_w4afp8_refuses"
 _RESTORE = "restore_weights_before_loading"
 _ENGINE_GEMM = "cutlass_w4a8_moe_mm"
 # The formats that load a checkpoint and process it afterwards. Others copy processed weights (sharded_state, presharded,
@@ -327,7 +329,7 @@ def refuse_direct_loads() -> None:
     """
     for home in _DIRECT_LOAD_HOMES:
         original = getattr(sys.modules.get(home), _DIRECT_LOAD, None)
-        if original is not None and not hasattr(original, _LAYOUT):
+        if original is not None and not hasattr(original, _REFUSES):
             setattr(sys.modules[home], _DIRECT_LOAD, _refusing(original))
 
 
@@ -341,7 +343,7 @@ def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:
                 _refuse_to_load(name)
         return original(model, named_tensors, *args, **kwargs)
 
-    setattr(_model_load_weights_direct, _LAYOUT, None)
+    setattr(_model_load_weights_direct, _REFUSES, True)
     return _model_load_weights_direct
 
 
