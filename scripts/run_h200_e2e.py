@@ -3,6 +3,7 @@
 
     python scripts/run_h200_e2e.py check config ab-256 ab-64 --work /tmp/e2e --out OUT --seconds 580
     python scripts/run_h200_e2e.py checkpoint equality soak  --work /tmp/e2e --out OUT --seconds 580
+    python scripts/run_h200_e2e.py --ranks 4                 --work /tmp/e2e --out OUT --seconds 580
 
 Stages run in the order given until they are done or the time is over; the same command again goes on (exit status 3
 says that it must). What is finished is kept in ``--work``; every call ends by copying the results and an archive of all
@@ -11,12 +12,18 @@ logs to ``--out``. The soak runs in a session of its own, so that it outlives th
 Stages: ``check`` (engine, kernels, plugin, GPU), ``config`` and ``checkpoint`` (see make_synthetic_checkpoint.py),
 ``ab-N`` (decode_ab.py with N routed experts), ``equality``, ``soak``.
 
+``--ranks N`` is a whole run with expert parallelism over N GPUs: its stages, where none are named, and every default below
+are those of `PRESETS`. What is given beside it wins. Every number of requests is served with the fewest tokens a rank that
+hold it (see `Run.loads`), so that up to 512 requests on four GPUs have DeepEP's default of 128.
+
 Exit status: 0 all stages done; 3 not all, run it again; otherwise that of the stage that failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -27,13 +34,52 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 E2E = ROOT / "benchmark" / "e2e"
+sys.path.insert(0, str(E2E))
+
+from harness import report  # noqa: E402
+from harness.server import LaunchOptions  # noqa: E402
+
+from make_synthetic_checkpoint import ModelSpec  # noqa: E402
+from model_memory import layers_that_fit  # noqa: E402
+
 INCOMPLETE = 3
+FIT = "fit"
+# DeepSeek-V3's own depth, three of its layers dense.
+_WHOLE_MODEL = ModelSpec(layers=61, dense_layers=3)
+# Tokens of a request that decode_ab.py may have in the cache: its input and output, and what a longer profile adds.
+_REQUEST_TOKENS = 128 + 256 + 256
 # Left at the end of a command for stopping servers and copying results.
 _MARGIN_S = 15.0
 _LOG_BYTES = 2 << 20
+
+
+def _preset(ranks: int, **more: Any) -> dict[str, Any]:
+    """Expert parallelism over all GPUs of a host: every default of the command line that differs from one GPU's."""
+    return {
+        "tp": ranks,
+        "ep": ranks,
+        "concurrency": [16, 64, 256, 1024],
+        "arms": ["engine", "cutlass", "triton"],
+        "equality_arms": ["cutlass", "triton", "reference"],
+        "layers": FIT,
+        "dense_layers": _WHOLE_MODEL.dense_layers,
+        "blocks": 3,
+        "merge_into": ROOT / "benchmark" / "results" / f"h200x{ranks}" / "e2e_decode.json",
+        "stages": ["check", "config", "ab-256"],
+        **more,
+    }
+
+
+PRESETS: dict[int, dict[str, Any]] = {
+    # With two ranks DeepEP's default of 128 tokens is 256 padded rows, where the engine's GEMM is wrong: that comes first.
+    2: _preset(2, stages=["check", "checkpoint", "equality", "config", "ab-256"]),
+    4: _preset(4),
+    8: _preset(8),
+}
 
 
 def say(text: str) -> None:
@@ -78,7 +124,41 @@ class Run:
 
     def layers(self, weights: bool) -> tuple[int, int]:
         """Layers and how many of them are dense. With weights (for equality.py) the only expert layer is the last."""
-        return (2, 1) if weights else (self.args.layers, self.args.dense_layers)
+        return (2, 1) if weights else (self.depth, self.args.dense_layers)
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Layers of the model without weights: as asked for, or as many as the GPUs hold at the largest batch.
+
+        Raises:
+            ValueError: no GPU says how much memory it has, or not one layer fits.
+        """
+        args = self.args
+        if args.layers != FIT:
+            return args.layers
+        memory = [float(row[0]) for row in report.nvidia_smi("memory.total")]
+        if not memory:
+            raise ValueError(f"layers: is {FIT!r}, must be a number where no GPU says how much memory it has")
+        spec = dataclasses.replace(_WHOLE_MODEL, dense_layers=args.dense_layers)
+        tokens = max(args.concurrency) * _REQUEST_TOKENS
+        return layers_that_fit(spec, int(min(memory)) << 20, args.mem_fraction, tokens, args.tp, args.dp)
+
+    def loads(self) -> list[tuple[int, list[int]]]:
+        """Tokens that a rank may dispatch, and the numbers of requests that are measured with so many.
+
+        Padded rows are part of what is measured, so a small batch does not get a large one's. ``--dispatch-tokens`` serves
+        all of them alike, in half the starts where there would be two loads.
+
+        Raises:
+            ValueError: they cannot be served; the message begins with the option's name.
+        """
+        args, found = self.args, dict[int, list[int]]()
+        for count in sorted(set(args.concurrency)):
+            tokens = LaunchOptions(
+                "", (count,), tp=args.tp, ep=args.ep, dp=args.dp, dispatch_tokens=args.dispatch_tokens
+            )
+            found.setdefault(tokens.rank_tokens, []).append(count)
+        return list(found.items())
 
     def make(self, experts: int, *, weights: bool) -> int:
         out = self.model(experts, weights=weights)
@@ -93,6 +173,7 @@ class Run:
         """Flags that every tool takes."""
         args = self.args
         flags: list[object] = ["--tp", args.tp, "--ep", args.ep, "--dp", args.dp, "--work", args.work / "runs"]
+        flags += ["--mem-fraction", args.mem_fraction]
         flags += ["--routing", args.routing] if args.routing else []
         for text in args.server_args:
             flags.append(f"--server-args={text}")  # the text begins with dashes
@@ -114,7 +195,11 @@ class Run:
             "from importlib.metadata import entry_points, version\n"
             "print('plugin entry points:', [e.value for e in entry_points(group='sglang.srt.plugins')])\n"
             "import sglang, torch, sgl_kernel, deep_ep\n"
-            "print('sglang', version('sglang'), 'torch', torch.__version__, 'gpus', torch.cuda.device_count())\n"
+            "gpus = torch.cuda.device_count()\n"
+            "print('sglang', version('sglang'), 'torch', torch.__version__, 'gpus', gpus)\n"
+            f"assert gpus >= {self.args.tp}, f'{{gpus}} GPUs, must be {self.args.tp} at least'\n"
+            "peers = [(i, j) for i in range(gpus) for j in range(gpus) if i != j]\n"
+            "print('without peer access:', [p for p in peers if not torch.cuda.can_device_access_peer(*p)])\n"
             "assert any(e.name == 'w4afp8' for e in entry_points(group='sglang.srt.plugins')), 'plugin not installed'\n"
         )
         return subprocess.run([sys.executable, "-c", code], env=self.environ, check=False).returncode
@@ -131,11 +216,22 @@ class Run:
         if made:
             return made
         args = self.args
-        words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
-        words += ["--model-name", f"deepseek-v3-{args.layers}l-{experts}e", "--out", self.decode, "--mode", args.mode]
-        words += ["--arms", *args.arms, "--concurrency", *args.concurrency]
-        words += ["--blocks", args.blocks, "--rounds", args.rounds, "--time-limit", f"{self.left_s:.0f}"]
-        return self.tool(E2E / "decode_ab.py", *words, *self.serving())
+        for tokens, concurrency in self.loads():
+            words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
+            words += [
+                "--model-name",
+                f"deepseek-v3-{self.depth}l-{experts}e",
+                "--out",
+                self.decode,
+                "--mode",
+                args.mode,
+            ]
+            words += ["--arms", *args.arms, "--concurrency", *concurrency, "--dispatch-tokens", tokens]
+            words += ["--blocks", args.blocks, "--rounds", args.rounds, "--time-limit", f"{self.left_s:.0f}"]
+            status = self.tool(E2E / "decode_ab.py", *words, *self.serving())
+            if status:
+                return status
+        return 0
 
     def equality(self) -> int:
         made = self.checkpoint()
@@ -157,7 +253,7 @@ class Run:
             if made:
                 return made
             words = [E2E / "soak.py", "--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
-            words += ["--model-name", f"deepseek-v3-{self.args.layers}l-{experts}e", "--arm", self.args.soak_arm]
+            words += ["--model-name", f"deepseek-v3-{self.depth}l-{experts}e", "--arm", self.args.soak_arm]
             words += ["--minutes", self.args.minutes, "--concurrency", max(self.args.concurrency)]
             words += ["--out", self.results / "e2e_soak.json", *self.serving()]
             # A session of its own, and a shell that notes how it ended: it may end when nobody waits.
@@ -212,9 +308,32 @@ def _engine_version() -> str:
         return "none"
 
 
+def _depth(text: str) -> int | str:
+    return FIT if text == FIT else int(text)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, with the preset of ``--ranks`` below what is given. Exits with status 2 where it is wrong."""
+    parser = _parser()
+    ranks = parser.parse_known_args(argv)[0].ranks
+    preset = PRESETS.get(ranks, {})
+    parser.set_defaults(**{name: value for name, value in preset.items() if name != "stages"})
+    args = parser.parse_args(argv)
+    args.stages = args.stages or preset.get("stages", [])
+    if not args.stages:
+        parser.error("stages: are none, must be at least one without --ranks")
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stages", nargs="+", metavar="STAGE", help="see above")
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="see above")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        choices=sorted(PRESETS),
+        help="the whole run with so many GPUs, an expert-parallel rank each",
+    )
     parser.add_argument("--work", type=Path, required=True, help="kept between calls: models, logs, finished parts")
     parser.add_argument("--out", type=Path, required=True, help="results are copied here at the end of every call")
     parser.add_argument("--seconds", type=float, default=580.0, help="time for this call")
@@ -223,7 +342,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--merge-into", type=Path, default=ROOT / "benchmark" / "results" / "h200" / "e2e_decode.json")
     parser.add_argument("--arms", nargs="+", default=["engine", "plugin"])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32, 128, 256])
-    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument(
+        "--layers", type=_depth, default=5, help=f"of the model without weights; {FIT}: as many as fit, at most 61"
+    )
     parser.add_argument("--dense-layers", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -231,6 +352,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
+    parser.add_argument("--dispatch-tokens", type=int, help="DeepEP tokens per rank of the A/B, whatever the requests")
+    parser.add_argument("--mem-fraction", type=float, default=0.7)
     parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
     parser.add_argument("--equality-experts", type=int, default=64)
     parser.add_argument("--equality-arms", nargs="+", default=["plugin"], help="beside the engine; see equality.py")
@@ -244,19 +367,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = parse_arguments(argv)
     args.work, args.out = args.work.absolute(), args.out.absolute()
     # So that a stage that runs is told, and stops its servers.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     run, engine = Run(args), _engine_version()
     try:
         stages = [(name, run.stage(name)) for name in args.stages]
+        run.loads()
+        if any(name in ("config", "soak") or name.startswith("ab-") for name in args.stages):
+            say(f"{run.depth} layers")
     except ValueError as error:
-        parser.error(str(error))
+        _parser().error(str(error))
     try:
         for name, stage in stages:
-            done = args.work / f"done-{name}-{engine}"  # another engine's environment may use the same folder
+            # Another engine's environment, or a run with other ranks, may use the same folder.
+            done = args.work / f"done-{name}-{engine}-tp{args.tp}"
             if done.exists() and name != "check":
                 say(f"{name}: already done")
                 continue

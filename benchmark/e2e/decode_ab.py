@@ -40,6 +40,7 @@ from harness.cli import (
     Model,
     NotProvedError,
     add_server_arguments,
+    check_fits,
     launch_options,
 )
 from harness.report import say
@@ -48,7 +49,8 @@ from harness.server import LaunchOptions, Server, ServerError, install_cleanup, 
 DEEPSEEK_V3_MOE_LAYERS = 58
 BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
 KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "routing", "concurrency", "arm")
-_PROFILE_TIMEOUT_S = 60.0
+# Every rank writes a trace, and traces grow with the layers.
+_PROFILE_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -126,11 +128,11 @@ async def warm_up(http: Any, server: Server, plan: Plan) -> None:
         await client.stream_batch(http, server.url, plan.prompts(concurrency, -1), 4 * client.STREAM_INTERVAL)
 
 
-async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -> evidence.Profile:
-    """A profile of some decode steps through the engine's own profiler endpoints.
+async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -> list[evidence.Profile]:
+    """A profile of some decode steps, one of every rank, through the engine's own profiler endpoints.
 
     Raises:
-        NotProvedError: no whole trace came.
+        NotProvedError: not every rank's whole trace came.
     """
     directory.mkdir(parents=True, exist_ok=True)
     before = set(directory.glob("*.trace.json.gz"))
@@ -155,26 +157,30 @@ async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -
     await client.post(http, server.url, "/start_profile", body)
     await load
     deadline, last = time.monotonic() + _PROFILE_TIMEOUT_S, "no trace file"
+    profiles: dict[Path, evidence.Profile] = {}
     while time.monotonic() < deadline:
-        for path in sorted(set(directory.glob("*.trace.json.gz")) - before):
+        for path in sorted(set(directory.glob("*.trace.json.gz")) - before - profiles.keys()):
             try:
-                return evidence.read_profile(path)
+                profiles[path] = evidence.read_profile(path)
+                last = "no further trace file"
             except ValueError as error:  # still being written
                 last = str(error)
+        if len(profiles) >= server.options.tp:
+            return [profiles[path] for path in sorted(profiles)]
         server.check_alive()
         await asyncio.sleep(0.3)
-    raise NotProvedError(f"profile: {last}")
+    raise NotProvedError(f"profile: {last}; whole ones of {len(profiles)} ranks, must be of {server.options.tp}")
 
 
-def prove(server: Server, profile: evidence.Profile | None) -> tuple[list[str], str, list[str]]:
-    """The live patches, what computed the experts, and what contradicts the arm."""
+def prove(server: Server, profiles: Sequence[evidence.Profile]) -> tuple[list[str], str, list[str]]:
+    """The live patches, what computed the experts, and what contradicts the arm, on any rank."""
     seen = evidence.read_log(server.log_text())
-    problems = evidence.check_log(server.arm, seen)
+    problems = evidence.check_log(server.arm, seen, server.options.tp)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
     backend = evidence.computed_by(server.arm, seen)
-    if profile is not None:
+    for profile in profiles:
         problems += evidence.check_kernels(live, profile.counts, backend)
-    return live, backend, problems
+    return live, backend, list(dict.fromkeys(problems))
 
 
 async def _start_of(server: Server, plan: Plan, block: int, ready_s: float, traces: Path) -> Start:
@@ -184,14 +190,15 @@ async def _start_of(server: Server, plan: Plan, block: int, ready_s: float, trac
         for round_ in range(plan.rounds):
             for concurrency in plan.concurrencies:
                 samples.append(await _measure_once(http, server, plan, concurrency, block, round_))
-        profile = await take_profile(http, server, plan, traces)
-    return _finished(server, block, samples, ready_s, profile)
+        profiles = await take_profile(http, server, plan, traces)
+    return _finished(server, block, samples, ready_s, profiles)
 
 
 def _finished(
-    server: Server, block: int, samples: list[dict[str, Any]], ready_s: float, profile: evidence.Profile
+    server: Server, block: int, samples: list[dict[str, Any]], ready_s: float, profiles: Sequence[evidence.Profile]
 ) -> Start:
-    live, backend, problems = prove(server, profile)
+    live, backend, problems = prove(server, profiles)
+    profile = evidence.Profile.of_ranks(profiles)
     return Start(
         arm=server.arm.name,
         block=block,
@@ -409,10 +416,12 @@ def _outputs(
     report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
     name = "_".join(cells[0][field] for field in ("model", "engine", "routing"))
     title = f"{cells[0]['model']}, sglang {cells[0]['engine']}, {cells[0]['routing']} routing, {meta['gpu']}"
-    picture = args.out.with_name(f"{args.out.stem}_{name}.png")
-    report.draw_gains(picture, title, cells)
+    # Cells of an earlier run with other numbers of requests belong into the same picture.
+    series = ("model", "engine", "routing", "tp", "ep", "dp")
+    drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in series)]
+    report.draw_gains(args.out.with_name(f"{args.out.stem}_{name}.png"), title, drawn)
     report.write_json(
-        args.work / f"samples-{name}.json",
+        args.work / f"samples-{name}-{options.padded_rows}rows.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
     )
     columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "noise %", "us/MoE layer", "verdict"]
@@ -494,6 +503,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.profile_at is None:
             args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])
         options = launch_options(args, concurrencies)
+        check_fits(options, model)
         if args.client == "bench_serving" and options.skip_tokenizer:
             raise ValueError("client: is 'bench_serving', must be 'stream' without --with-tokenizer: it counts text")
         if args.mode == "resident":

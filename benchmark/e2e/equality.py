@@ -56,6 +56,7 @@ from harness.cli import (
     Model,
     NotProvedError,
     add_server_arguments,
+    check_fits,
     launch_options,
 )
 from harness.report import say
@@ -185,7 +186,7 @@ def decode_all(
         server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{arm.name}: starting"))
         tokens, gaps = asyncio.run(_decode(server, prompts, length))
         seen = evidence.read_log(server.log_text())
-    problems = evidence.check_log(arm, seen)
+    problems = evidence.check_log(arm, seen, options.tp)
     if problems:
         raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
     clock.spent("server", time.monotonic() - begin)
@@ -302,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"dispatch-tokens: padded rows are {right.padded_rows} and {other.padded_rows}, must be a multiple of "
                 f"{RIGHT_ROWS} and not one"
             )
+        check_fits(right, model)
         # The same chunks and graphs with both row counts: nothing but DeepEP's buffers may differ.
         right, other = (options.with_chunk(other.padded_rows) for options in (right, other))
     except ValueError as error:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import psutil
 from harness import client, evidence, report
 from harness.arms import PLUGIN, parse_arm
-from harness.cli import FAILED, NOT_PROVED, Model, add_server_arguments, launch_options
+from harness.cli import FAILED, NOT_PROVED, Model, add_server_arguments, check_fits, launch_options
 from harness.report import say
 from harness.server import Server, ServerError, install_cleanup
 
@@ -271,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hold", type=float, default=15.0, metavar="SECONDS", help="time at one level")
     parser.add_argument("--longest-input", type=int, default=1024)
     parser.add_argument("--longest-output", type=int, default=256)
-    parser.add_argument("--memory-tolerance", type=float, default=64.0, metavar="MIB")
+    parser.add_argument("--memory-tolerance", type=float, default=64.0, metavar="MIB", help="growth per GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("e2e_soak.json"))
     parser.add_argument("--work", type=Path, default=Path("e2e_work"))
@@ -288,6 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arm = parse_arm(args.arm)
         model = Model.read(args.model_path, args.model_name)
         options = launch_options(args, levels(args.concurrency))
+        check_fits(options, model)
     except ValueError as error:
         parser.error(str(error))
     requests = Requests(args.seed, model.vocab_size, args.longest_input, args.longest_output)
@@ -302,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors = evidence.error_lines(server.log_text(served_from))
         seen = evidence.read_log(server.log_text())
         grown = growth(samples, schedule.round_s, "gpu_mib")
-        found = faults(tally, errors, grown, args.memory_tolerance, args.concurrency)
+        found = faults(tally, errors, grown, args.memory_tolerance * options.tp, args.concurrency)
         summary = {
             "complete": complete,
             "minutes": round(elapsed / 60.0, 2),
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             begin, served_from = time.monotonic(), server.log_size()
             asyncio.run(_load(server, requests, schedule, args.minutes * 60.0, tally, samples, write))
             elapsed = time.monotonic() - begin
-            problems = evidence.check_log(arm, evidence.read_log(server.log_text()))
+            problems = evidence.check_log(arm, evidence.read_log(server.log_text()), options.tp)
             found = write(elapsed, True)
     except (ServerError, *client.FAILURES) as error:
         write(time.monotonic() - begin, False)

@@ -115,6 +115,19 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS")
 
 
+def check_fits(options: LaunchOptions, model: Model) -> None:
+    """Whether this model on this machine can be spread as the options say.
+
+    Raises:
+        ValueError: experts that cannot be shared out evenly, or fewer GPUs than ranks.
+    """
+    if model.experts % options.ep:
+        raise ValueError(f"ep: is {options.ep}, must divide the model's experts ({model.experts})")
+    gpus = len(report.nvidia_smi("uuid"))
+    if 0 < gpus < options.tp:
+        raise ValueError(f"tp: is {options.tp}, must be at most {gpus}, the GPUs that a server may use here")
+
+
 def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **change: Any) -> LaunchOptions:
     """The options that the arguments say."""
     options = LaunchOptions(

@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,8 +65,8 @@ def read_log(text: str) -> LogEvidence:
     return LogEvidence(tuple(activations), tuple(down), tuple(first_calls), disabled, tuple(other), tuple(backends))
 
 
-def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
-    """What in the log contradicts the arm; empty when nothing does."""
+def check_log(arm: Arm, seen: LogEvidence, ranks: int = 1) -> list[str]:
+    """What in the log contradicts the arm; empty when nothing does. Every one of the ranks must have said what it runs."""
     if arm.is_engine:
         live = [f"activation line with {', '.join(names)}" for names in seen.activations if names]
         return [*live, *(f"first low-latency call with {', '.join(names)}" for names in seen.first_calls)]
@@ -79,6 +79,8 @@ def check_log(arm: Arm, seen: LogEvidence) -> list[str]:
                 ": is it installed in the server's environment?" if what == "activation" and not seen.disabled else ""
             )
             problems.append(f"no {what} line of the plugin{hint}")
+        elif len(lines) < ranks:
+            problems.append(f"{what} line of {len(lines)} processes, must be of all {ranks} ranks")
         for names in dict.fromkeys(lines):
             if arm.patches is not None and set(names) != set(arm.patches):
                 problems.append(f"{what} line with {', '.join(names) or 'none'}, must be {', '.join(arm.patches)}")
@@ -135,6 +137,16 @@ class Profile:
 
     counts: Counter[str] = field(default_factory=Counter)
     total_us: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @classmethod
+    def of_ranks(cls, profiles: Sequence[Profile]) -> Profile:
+        """The profiles of all ranks as one: kernels and times add up, so that times by layer are means over ranks."""
+        merged = cls()
+        for profile in profiles:
+            merged.counts.update(profile.counts)
+            for name, total in profile.total_us.items():
+                merged.total_us[name] += total
+        return merged
 
     def per_layer_us(self) -> dict[str, float]:
         """Microseconds per expert layer: each group of `STEP_GROUPS`, all ``other`` kernels, and the ``chain``.

@@ -28,6 +28,8 @@ LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 RIGHT_ROWS = 512
 # DeepEP's own default for the tokens that a rank may dispatch at once; caps are multiples of it.
 DISPATCH_STEP = 128
+# The engine's dispatcher refuses a larger cap.
+LARGEST_DISPATCH = 1024
 MODEL_ROUTING, UNIFORM_ROUTING = "model", "uniform"
 _UNIFORM_SWITCH = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
 _HOST = "127.0.0.1"
@@ -48,7 +50,7 @@ class LaunchOptions:
         model_path: directory of the checkpoint, or of its ``config.json`` with ``load_format="dummy"``.
         concurrencies: batch sizes that will be decoded; each gets a CUDA graph.
         routing: ``model``: as the router says; ``uniform``: every expert alike, through the engine's own switch.
-        tp, ep, dp: tensor, expert and (attention) data parallel size.
+        tp, ep, dp: tensor, expert and (attention) data parallel size. With DeepEP the engine makes ``ep`` what ``tp`` is.
         dispatch_tokens: tokens that a rank may dispatch at once; DeepEP pads to ``dispatch_tokens * ep`` rows. None:
             as many as the largest batch needs, and enough for 512 padded rows.
         max_total_tokens: cap on the KV cache; needed where two servers share a GPU.
@@ -84,14 +86,47 @@ class LaunchOptions:
             )
         if not self.concurrencies or min(self.concurrencies) < 1:
             raise ValueError(f"concurrencies: are {self.concurrencies}, must be at least one, each at least 1")
+        if self.ep != self.tp:
+            raise ValueError(
+                f"ep: is {self.ep}, must be tp ({self.tp}): with DeepEP the engine spreads the experts over all ranks"
+            )
+        # What does not fit fails inside DeepEP, on some ranks, while the others wait for them.
+        load = f"{max(self.concurrencies)} requests at once over {self.tp} ranks"
+        if self.rank_tokens < self.decoded_tokens:
+            raise ValueError(
+                f"dispatch_tokens: is {self.dispatch_tokens}, must be at least {self.decoded_tokens}: {load}"
+            )
+        if self.rank_tokens > LARGEST_DISPATCH:
+            raise ValueError(f"dispatch_tokens: is {self.rank_tokens}, must be at most {LARGEST_DISPATCH}: {load}")
+
+    @property
+    def attention_ranks(self) -> int:
+        """Ranks that share one request's attention, and so its tokens: every one dispatches a part of a batch."""
+        return self.tp // self.dp
+
+    def graph_size(self, concurrency: int) -> int:
+        """The batch of one data-parallel group that so many requests decode in.
+
+        The engine pads a batch to a multiple of the ranks that share its attention, and captures no other size.
+        """
+        group = -(-concurrency // self.dp)
+        return -(-group // self.attention_ranks) * self.attention_ranks
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that a rank dispatches at the largest batch.
+
+        A layer of experts takes a batch scattered over the ranks that share its attention, without attention data
+        parallelism too: one token a request, divided by all ranks in either case.
+        """
+        return self.graph_size(max(self.concurrencies)) // self.attention_ranks
 
     @property
     def rank_tokens(self) -> int:
         """Tokens that a rank may dispatch at once (``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK``)."""
         if self.dispatch_tokens is not None:
             return self.dispatch_tokens
-        decoded = -(-max(self.concurrencies) // self.ep)
-        least = max(RIGHT_ROWS // self.ep, decoded)
+        least = max(RIGHT_ROWS // self.ep, self.decoded_tokens)
         return -(-least // DISPATCH_STEP) * DISPATCH_STEP
 
     @property
@@ -105,9 +140,11 @@ class LaunchOptions:
 
     def flags(self, port: int) -> list[str]:
         """The server's command line after ``command``."""
-        # A prefill chunk is dispatched at once, spread over the ranks.
+        # A prefill chunk is dispatched at once, spread over the ranks; the engine divides it by --dp-size itself.
         chunk = self.chunk or self.padded_rows
-        graphs = sorted({-(-count // self.dp) for count in self.concurrencies})
+        graphs = sorted({self.graph_size(count) for count in self.concurrencies})
+        # Divided by the groups, which must each hold their part of the largest batch.
+        running = -(-max(self.concurrencies) // self.dp) * self.dp
         flags = ["--model-path", self.model_path, "--host", _HOST, "--port", port]
         flags += ["--load-format", self.load_format, "--quantization", "w4afp8"]
         flags += ["--skip-tokenizer-init"] if self.skip_tokenizer else []
@@ -115,7 +152,7 @@ class LaunchOptions:
         flags += ["--dp-size", self.dp, "--enable-dp-attention"] if self.dp > 1 else []
         flags += ["--moe-a2a-backend", "deepep", "--deepep-mode", "low_latency"]
         flags += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-radix-cache"]
-        flags += ["--cuda-graph-bs-decode", *graphs, "--max-running-requests", max(self.concurrencies)]
+        flags += ["--cuda-graph-bs-decode", *graphs, "--max-running-requests", running]
         flags += ["--mem-fraction-static", self.mem_fraction, "--context-length", self.context_length]
         flags += ["--chunked-prefill-size", chunk, "--max-prefill-tokens", chunk, "--cuda-graph-bs-prefill", chunk]
         flags += ["--max-total-tokens", self.max_total_tokens] if self.max_total_tokens else []

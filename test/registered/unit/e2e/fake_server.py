@@ -4,7 +4,8 @@ What it decodes is a function of the prompt alone, so that arms can be compared;
 
 - ``FAKE_JOURNAL``: file that gets one JSON line per start (arm, pids, flags).
 - ``FAKE_LIE``: ``silent`` (the plugin says nothing), ``live`` (patches are live although disabled), ``kernels`` (the
-  profile shows the engine's kernels whatever is live), ``fewer`` (one patch less than asked for).
+  profile shows the engine's kernels whatever is live), ``fewer`` (one patch less than asked for). Of several ranks: ``rank``
+  (the last one's profile shows the engine's kernels), ``one rank`` (the others say nothing).
 - ``FAKE_CRASH``: ``start`` or the number of the generate call in which it exits.
 - ``FAKE_STUBBORN``: it and its child ignore SIGTERM.
 - ``FAKE_WRONG_TOKENS``: the arms whose tokens are wrong, or ``rows``: the engine's where rows are no multiple of 512.
@@ -48,6 +49,7 @@ def live_patches() -> tuple[str, ...]:
 
 
 LIVE = live_patches()
+RANKS = int(sys.argv[sys.argv.index("--tp-size") + 1]) if "--tp-size" in sys.argv else 1
 # Whoever may choose chooses Triton here.
 BACKEND = os.environ.get("SGLANG_W4AFP8_BACKEND", "cutlass").replace("auto", "triton")
 ARM = "plugin" if LIVE else "engine"
@@ -68,7 +70,7 @@ def log_plugin_start() -> None:
         lifecycle.PatchStatus(p.name, states.ACTIVE if p.name in LIVE else states.NOT_SELECTED) for p in plugin.LEDGER
     )
     report = lifecycle.ActivationReport("0.0.0", engine_version="0.5.99", verified=True, patches=statuses)
-    for _ in range(2):  # launcher and scheduler
+    for _ in range(1 + RANKS):  # launcher and schedulers
         log(report.line())
 
 
@@ -89,7 +91,8 @@ class FakeServer:
     def first_call(self) -> None:
         if LIVE and not self.first_call_logged and os.environ.get("FAKE_LIE") != "silent":
             call = f"experts=8, expected_m=1, backend={BACKEND}, patches={','.join(LIVE)}"
-            log(f"sglang-w4afp8: first low-latency call: {call}")
+            for _ in range(1 if os.environ.get("FAKE_LIE") == "one rank" else RANKS):
+                log(f"sglang-w4afp8: first low-latency call: {call}")
         self.first_call_logged = True
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:
@@ -183,10 +186,12 @@ class FakeServer:
             directory, left = self.profile
             self.profile = (directory, left - 1) if left > 1 else None
             if left == 1:
-                self.write_trace(directory)
+                for rank in range(RANKS):
+                    self.write_trace(directory, rank)
 
-    def write_trace(self, directory: Path) -> None:
-        shown = () if os.environ.get("FAKE_LIE") == "kernels" else LIVE
+    def write_trace(self, directory: Path, rank: int) -> None:
+        lie = os.environ.get("FAKE_LIE")
+        shown = () if lie == "kernels" or (lie == "rank" and rank == RANKS - 1) else LIVE
         silu = "_silu_and_mul_masked_quant_kernel" if "silu" in shown else "_silu_and_mul_post_per_tensor_quant_kernel"
         names = [REQUANT, silu, "void deep_ep::internode_ll::dispatch<>", "void cutlass::CollectiveMmaArrayMixedInput"]
         names += [] if "problem_sizes" in shown else ["compute_problem_sizes_w4a8_kernel"]
@@ -194,7 +199,7 @@ class FakeServer:
         events: list[dict[str, Any]] = [{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 1}]
         for i, name in enumerate(names):
             events.append({"ph": "X", "cat": "kernel", "name": name, "ts": 100 + 10 * i, "dur": 5})
-        path = directory / f"{os.getpid()}-TP-0.trace.json.gz"
+        path = directory / f"{os.getpid()}-TP-{rank}.trace.json.gz"
         with gzip.open(path, "wt") as trace:
             json.dump({"traceEvents": events}, trace)
 

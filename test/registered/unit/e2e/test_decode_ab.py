@@ -24,7 +24,7 @@ import psutil
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=130, suite="base-a-test-cpu")
+register_cpu_ci(est_time=150, suite="base-a-test-cpu")
 
 REPO = Path(__file__).resolve().parents[4]
 E2E = REPO / "benchmark" / "e2e"
@@ -39,7 +39,9 @@ from harness.arms import Arm, parse_arm  # noqa: E402
 from harness.cli import Journal, Model, add_server_arguments, launch_options  # noqa: E402
 from harness.server import LaunchOptions  # noqa: E402
 
+import model_memory  # noqa: E402
 import render_readme  # noqa: E402
+import run_h200_e2e  # noqa: E402
 from sglang_w4afp8 import lifecycle, plugin  # noqa: E402
 
 EVERY = tuple(patch.name for patch in plugin.LEDGER)
@@ -120,11 +122,56 @@ def test_the_engine_knows_every_flag():
         ({"tp": 0}, "^tp: is 0"),
         ({"tp": 4, "dp": 3}, "^dp: is 3, must divide tp"),
         ({"concurrencies": ()}, "^concurrencies:"),
+        ({"tp": 4}, r"^ep: is 1, must be tp \(4\)"),
+        # As DeepEP's default would have it with 1024 requests on four GPUs.
+        (
+            {"tp": 4, "ep": 4, "concurrencies": (16, 1024), "dispatch_tokens": 128},
+            "^dispatch_tokens: is 128, must be at least 256: 1024 requests at once over 4 ranks$",
+        ),
+        (
+            {"concurrencies": (2048,)},
+            "^dispatch_tokens: is 2048, must be at most 1024: 2048 requests at once over 1 ranks",
+        ),
     ],
 )
 def test_options_that_cannot_be_served_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(LaunchOptions("model", (8,)), **change)
+
+
+@pytest.mark.parametrize(
+    "ranks, groups, counts, graphs, running, tokens",
+    [
+        (4, 1, (16, 64, 256, 1024), [16, 64, 256, 1024], 1024, 256),
+        (4, 4, (16, 64, 256, 1024), [4, 16, 64, 256], 1024, 256),
+        # What the engine would drop or leave over: a batch that the ranks of an attention group cannot share evenly.
+        (2, 1, (1, 64), [2, 64], 64, 32),
+        (8, 2, (1, 7, 30), [4, 16], 30, 4),
+        (4, 4, (1, 30), [1, 8], 32, 8),
+    ],
+)
+def test_batches_are_shared_out_with_and_without_attention_data_parallelism(
+    ranks, groups, counts, graphs, running, tokens
+):
+    options = LaunchOptions("model", counts, tp=ranks, ep=ranks, dp=groups)
+    flags = options.flags(1)
+    first = flags.index("--cuda-graph-bs-decode") + 1
+    last = flags.index("--max-running-requests")
+    assert (flags[first:last], flags[last + 1]) == ([str(size) for size in graphs], str(running))
+    assert options.decoded_tokens == tokens
+    # A group's part of a prefill chunk, over its ranks, is what one of them may dispatch.
+    chunk = int(flags[flags.index("--chunked-prefill-size") + 1])
+    assert chunk // groups // options.attention_ranks == options.rank_tokens
+
+
+def test_the_engine_captures_batches_that_its_attention_ranks_can_share():
+    """Read in the engine's source: the rule that `graph_size` follows, and that DeepEP makes ep what tp is."""
+    import sglang
+
+    root = Path(next(iter(sglang.__path__))) / "srt"
+    runner = (root / "model_executor" / "runner" / "base_cuda_graph_runner.py").read_text()
+    assert "if bs * alignment_width % mul_base == 0" in runner
+    assert "_A2A_EP_SPANNING_BACKENDS" in (root / "arg_groups" / "overrides.py").read_text()
 
 
 # What a server really ran
@@ -213,6 +260,21 @@ def test_the_line_of_a_disabled_plugin_is_read():
 def test_a_log_that_contradicts_the_arm_is_seen(arm, activations, first_calls, problems):
     seen = evidence.LogEvidence(activations=activations, first_calls=first_calls)
     assert evidence.check_log(arm, seen) == problems
+
+
+@pytest.mark.parametrize(
+    "activations, first_calls, problem",
+    [
+        (5, 4, None),
+        (5, 3, "first low-latency call line of 3 processes, must be of all 4 ranks"),
+        (3, 4, "activation line of 3 processes, must be of all 4 ranks"),
+        (5, 0, "no first low-latency call line of the plugin"),
+    ],
+)
+def test_every_rank_must_have_said_what_it_runs(activations, first_calls, problem):
+    seen = evidence.LogEvidence(activations=(("silu",),) * activations, first_calls=(("silu",),) * first_calls)
+    assert evidence.check_log(PLUGIN, seen, ranks=4) == ([problem] if problem else [])
+    assert evidence.check_log(ENGINE, evidence.LogEvidence(), ranks=4) == []
 
 
 REQUANT = "_fp8_per_token_quant_to_per_tensor_quant_kernel"
@@ -308,6 +370,19 @@ def test_kernel_time_is_told_by_layer(tmp_path):
     assert (spent["requant"], spent["gemm"], spent["deepep"], spent["other"]) == (15.0, 30.0, 20.0, 4.0)
     assert (spent["silu"], spent["chain"]) == (0.0, 45.0)
     assert profile.top(2) == [("cutlass::MixedInput", 1, 60.0), ("void deep_ep::x", 1, 40.0)]
+
+
+def test_time_by_layer_is_the_mean_over_ranks():
+    ranks = []
+    for requant, gemm in ((10.0, 60.0), (30.0, 20.0)):
+        profile = evidence.Profile()
+        profile.counts.update({REQUANT: 2, "cutlass::MixedInput": 4})
+        profile.total_us.update({REQUANT: requant, "cutlass::MixedInput": gemm})
+        ranks.append(profile)
+    merged = evidence.Profile.of_ranks(ranks)
+    assert merged.counts == {REQUANT: 4, "cutlass::MixedInput": 8}
+    assert (merged.per_layer_us()["requant"], merged.per_layer_us()["gemm"]) == (10.0, 20.0)
+    assert ranks[0].counts[REQUANT] == 2
 
 
 def test_half_a_trace_is_no_profile(tmp_path):
@@ -784,6 +859,79 @@ def test_wrong_arguments_start_nothing(bench, words, message):
     assert bench.journal == []
 
 
+# Several ranks
+
+
+def _gpus(bench: Bench, count: int) -> None:
+    smi = bench.root / "bin" / "nvidia-smi"
+    lines = "; ".join(f"echo GPU-{i}" for i in range(count))
+    memory = "; ".join(["echo 143771"] * count)
+    smi.write_text(
+        smi.read_text()
+        .replace("echo GPU-1", lines)
+        .replace("case", f'case "$1" in\n*memory.total*) {memory} ;;\nesac\ncase', 1)
+    )
+
+
+@pytest.mark.parametrize(
+    "lie, status, message",
+    [
+        ("", 0, ""),
+        ("rank", 4, "silu is live, but the profile lacks _silu_and_mul_masked_quant_kernel"),
+        ("one rank", 4, "first low-latency call line of 1 processes, must be of all 2 ranks"),
+    ],
+)
+def test_every_rank_is_proved(bench, lie, status, message):
+    _gpus(bench, 2)
+    done = bench.ab("--tp", 2, "--ep", 2, "--blocks", 1, "--rounds", 1, "--concurrency", 2, FAKE_LIE=lie)
+    assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+    assert (bench.root / "out.json").exists() == (status == 0)
+    if status == 0:
+        assert {(cell["tp"], cell["ep"], cell["padded_rows"]) for cell in bench.results()["cells"]} == {(2, 2, 512)}
+        # Three kernels each: both ranks' are counted.
+        (path,) = (bench.root / "work").glob("decode-*/block0-plugin.json")
+        assert json.loads(path.read_text())["kernels"][REQUANT] == 2
+    bench.assert_nothing_runs()
+
+
+@pytest.mark.parametrize(
+    "tool, words, message",
+    [
+        ("decode_ab", ("--tp", 2, "--ep", 2), "tp: is 2, must be at most 1, the GPUs that a server may use here"),
+        ("equality", ("--tp", 2, "--ep", 2), "tp: is 2, must be at most 1"),
+        ("soak", ("--tp", 2, "--ep", 2), "tp: is 2, must be at most 1"),
+        ("decode_ab", ("--tp", 3, "--ep", 3), "ep: is 3, must divide the model's experts (64)"),
+        ("decode_ab", ("--tp", 2), "ep: is 1, must be tp (2)"),
+        (
+            "decode_ab",
+            ("--dispatch-tokens", 128),
+            "dispatch_tokens: is 128, must be at least 256: 256 requests at once",
+        ),
+        ("equality", ("--prompts", 1500), "dispatch_tokens: is 1536, must be at most 1024"),
+    ],
+)
+def test_what_would_hang_on_some_rank_starts_nothing(bench, tool, words, message):
+    done = bench.run(tool, *words)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert bench.journal == []
+
+
+def test_two_ranks_compare_their_tokens_with_right_and_wrong_rows(bench):
+    """128 tokens a rank, DeepEP's default, are 256 padded rows with two ranks."""
+    _gpus(bench, 2)
+    words = ("--tp", 2, "--ep", 2, "--prompts", 4, "--output-len", 8, "--arms", "cutlass", "triton", "reference")
+    done = bench.run("equality", *words, FAKE_WRONG_TOKENS="rows")
+    assert done.returncode == 0, done.stderr
+    tokens = [line["env"]["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] for line in bench.journal]
+    assert tokens == ["256"] * 4 + ["128"] * 3
+    cells = [cell for cell in bench.results()["cells"] if cell["pass"] == "one at a time"]
+    equal = {(cell["arm"], cell["padded_rows"], cell["against"]): cell["equal"] for cell in cells}
+    assert equal["engine", 256, "engine"] == equal["engine", 256, "reference"] == 0
+    assert (
+        equal["engine", 512, "reference"] == equal["cutlass", 256, "engine"] == equal["triton", 256, "reference"] == 4
+    )
+
+
 # Equality
 
 
@@ -1024,6 +1172,98 @@ def test_session_soak_outlives_the_call_that_began_it(bench):
     assert len(bench.journal) == 1
     assert json.loads((bench.root / "results" / "e2e_soak.json").read_text())["summary"]["complete"] is True
     bench.assert_nothing_runs()
+
+
+def _preset_calls(monkeypatch, tmp_path, *words: object) -> list[tuple[str, list[str]]]:
+    """The tools that a preset runs, and their words, without a GPU or a server."""
+    calls: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(
+        run_h200_e2e.Run, "tool", lambda run, script, *w: calls.append((script.name, [*map(str, w)])) or 0
+    )
+    monkeypatch.setattr(run_h200_e2e.Run, "check", lambda run: calls.append(("check", [])) or 0)
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["143771"]] * 8)
+    flags = ["--work", tmp_path / "work", "--out", tmp_path / "out"]
+    assert run_h200_e2e.main([*map(str, words), *map(str, flags)]) == 0
+    return calls
+
+
+def _servers(words: list[str], model: Path) -> tuple[argparse.Namespace, LaunchOptions]:
+    """What decode_ab.py makes of its words."""
+    args = decode_ab._parser().parse_args([*words, "--model-name", "m"])
+    return args, launch_options(args, args.concurrency)
+
+
+def test_the_preset_of_four_ranks_asks_for_the_deployed_setting(monkeypatch, tmp_path):
+    calls = _preset_calls(monkeypatch, tmp_path, "--ranks", 4)
+    assert [name for name, _ in calls if name != "make_synthetic_checkpoint.py"] == ["check", *["decode_ab.py"] * 2]
+    made = next(words for name, words in calls if name == "make_synthetic_checkpoint.py")
+    assert made[made.index("--experts") + 1] == "256" and "--config-only" in made
+    layers = int(made[made.index("--layers") + 1])
+    assert 5 < layers <= 61
+    runs = [_servers(words, tmp_path) for name, words in calls if name == "decode_ab.py"]
+    # 128 tokens a rank, 512 padded rows, as far as they hold the requests.
+    assert [(args.concurrency, options.rank_tokens, options.padded_rows) for args, options in runs] == [
+        ([16, 64, 256], 128, 512),
+        ([1024], 256, 1024),
+    ]
+    for args, options in runs:
+        assert args.arms == ["engine", "cutlass", "triton"] and (args.blocks, args.mode) == (3, "fresh")
+        flags = " ".join(options.flags(30000))
+        assert "--tp-size 4 --ep-size 4 --moe-a2a-backend deepep --deepep-mode low_latency" in flags
+        assert "--enable-dp-attention" not in flags and "--load-format dummy" in flags
+        assert options.routing == "uniform"
+        for arm in map(parse_arm, args.arms):
+            assert options.environ(arm)["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == str(options.rank_tokens)
+
+
+def test_the_preset_of_two_ranks_shows_the_wrong_rows_first(monkeypatch, tmp_path):
+    calls = _preset_calls(monkeypatch, tmp_path, "--ranks", 2)
+    names = [name for name, _ in calls]
+    assert names.index("equality.py") < names.index("decode_ab.py")
+    args = equality._parser().parse_args(dict(calls)["equality.py"])
+    assert (args.arms, args.tp, args.ep) == (["cutlass", "triton", "reference"], 2, 2)
+    assert launch_options(args, [1, args.prompts]).padded_rows == 512
+    runs = [_servers(words, tmp_path) for name, words in calls if name == "decode_ab.py"]
+    assert [(args.concurrency, options.padded_rows) for args, options in runs] == [([16, 64, 256], 512), ([1024], 1024)]
+
+
+def test_what_is_given_wins_over_a_preset(monkeypatch, tmp_path):
+    words = ("ab-64", "--ranks", 4, "--dispatch-tokens", 256, "--layers", 5, "--concurrency", 64, 1024, "--dp", 4)
+    calls = _preset_calls(monkeypatch, tmp_path, *words)
+    (run,) = (_servers(words, tmp_path) for name, words in calls if name == "decode_ab.py")
+    assert (run[0].concurrency, run[1].padded_rows, run[1].dp) == ([64, 1024], 1024, 4)
+    assert "deepseek-v3-5l-64e" in dict(calls)["decode_ab.py"]
+    assert run_h200_e2e.parse_arguments(["ab-64", "--work", "w", "--out", "o"]).concurrency == [8, 32, 128, 256]
+    assert run_h200_e2e.PRESETS[4]["merge_into"].parts[-2:] == ("h200x4", "e2e_decode.json")
+
+
+def test_a_preset_that_cannot_work_starts_nothing(bench):
+    for words, message in (
+        (["--ranks", 4, "--dispatch-tokens", 128], "dispatch_tokens: is 128, must be at least 256: 1024 requests"),
+        (["--ranks", 4, "--experts", 3], "unrecognized arguments"),
+        ([], "stages: are none, must be at least one without --ranks"),
+    ):
+        done = _session(bench, *words)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+
+
+def test_the_layers_that_fit_leave_room_for_the_cache():
+    spec = dataclasses.replace(run_h200_e2e._WHOLE_MODEL, vocab_size=1280)
+    memory = 143771 << 20
+    tokens = 1024 * 640
+    fits = {ranks: model_memory.layers_that_fit(spec, memory, 0.7, tokens, ranks) for ranks in (1, 2, 4, 8)}
+    assert fits[1] < fits[2] < fits[4] < fits[8] == 61
+    for ranks, layers in fits.items():
+        cut = dataclasses.replace(spec, layers=layers)
+        used = model_memory.weight_bytes(cut, ranks) + model_memory.cache_bytes(cut, tokens)
+        assert used <= 0.7 * memory
+    # Experts are the bulk: 64 of them are 64 * 3 * 7168 * 2048 half bytes, and scales of 4 bytes for each 128 of them.
+    one = model_memory.weight_bytes(dataclasses.replace(spec, layers=5), 4)
+    two = model_memory.weight_bytes(dataclasses.replace(spec, layers=6), 4)
+    experts = 64 * 3 * 7168 * 2048 * (1 / 2 + 4 / 128)
+    assert experts < two - one < 1.15 * experts
+    with pytest.raises(ValueError, match="^layers: one layer of 256 experts over 1 GPUs needs"):
+        model_memory.layers_that_fit(spec, 8 << 30, 0.7, tokens, 1)
 
 
 def test_session_refuses_an_unknown_stage(bench):
