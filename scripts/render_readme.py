@@ -387,6 +387,30 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         where={"pass": ("one at a time",)},
     ),
     ResultTable(
+        title="Decoding over four GPUs",
+        file="h200x4/e2e_decode.json",
+        note="The same with expert parallelism over four GPUs, 256 experts and as many layers as fit; by requests at once.",
+        group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
+        columns=(
+            one("engine, tokens/s", "baseline_tokens_per_s", 0),
+            one("arm, tokens/s", "tokens_per_s", 0),
+            Column("gain, %", _interval),
+            one("saved us a layer", "saved_us_per_moe_layer", 1),
+            one("saved ms, 58 layers", "saved_ms_58_layers"),
+        ),
+        where={"arm": ("plugin", "cutlass", "triton", "auto")},
+    ),
+    ResultTable(
+        title="One layer over two GPUs",
+        file="h200x2/e2e_layer.json",
+        note=(
+            "Largest error of what comes back to a rank, real DeepEP between the GPUs, against a float64 layer of all experts. "
+            "With 256 padded rows the engine reads its scales in the wrong order."
+        ),
+        group_by=("padded_rows", "arm"),
+        columns=(one("outputs", "outputs", 0), one("equal", "equal", 0), one("largest error", "largest_error", 4)),
+    ),
+    ResultTable(
         title="Random calls on the device",
         file="h200/fuzz.json",
         note=(

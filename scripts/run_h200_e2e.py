@@ -10,7 +10,7 @@ says that it must). What is finished is kept in ``--work``; every call ends by c
 logs to ``--out``. The soak runs in a session of its own, so that it outlives the command that began it.
 
 Stages: ``check`` (engine, kernels, plugin, GPU), ``config`` and ``checkpoint`` (see make_synthetic_checkpoint.py),
-``ab-N`` (decode_ab.py with N routed experts), ``equality``, ``soak``.
+``layer`` (expert_layer.py), ``ab-N`` (decode_ab.py with N routed experts), ``equality``, ``soak``.
 
 ``--ranks N`` is a whole run with expert parallelism over N GPUs: its stages, where none are named, and every default below
 are those of `PRESETS`. What is given beside it wins. Every number of requests is served with the fewest tokens a rank that
@@ -69,14 +69,14 @@ def _preset(ranks: int, **more: Any) -> dict[str, Any]:
         "dense_layers": _WHOLE_MODEL.dense_layers,
         "blocks": 3,
         "merge_into": ROOT / "benchmark" / "results" / f"h200x{ranks}" / "e2e_decode.json",
-        "stages": ["check", "config", "ab-256"],
+        "stages": ["check", "layer", "config", "ab-256"],
         **more,
     }
 
 
 PRESETS: dict[int, dict[str, Any]] = {
     # With two ranks DeepEP's default of 128 tokens is 256 padded rows, where the engine's GEMM is wrong: that comes first.
-    2: _preset(2, stages=["check", "checkpoint", "equality", "config", "ab-256"]),
+    2: _preset(2, stages=["check", "layer", "checkpoint", "equality", "config", "ab-256"]),
     4: _preset(4),
     8: _preset(8),
 }
@@ -211,6 +211,10 @@ class Run:
     def checkpoint(self) -> int:
         return self.make(self.args.equality_experts, weights=True)
 
+    def layer(self) -> int:
+        words = ["--ranks", self.args.tp, "--arms", *self.args.layer_arms]
+        return self.tool(E2E / "expert_layer.py", *words, "--out", self.results / "e2e_layer.json")
+
     def ab(self, experts: int) -> int:
         made = self.make(experts, weights=False)
         if made:
@@ -280,6 +284,7 @@ class Run:
         stages = {
             "check": self.check,
             "config": self.config,
+            "layer": self.layer,
             "checkpoint": self.checkpoint,
             "equality": self.equality,
             "soak": self.soak,
@@ -357,6 +362,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
     parser.add_argument("--equality-experts", type=int, default=64)
     parser.add_argument("--equality-arms", nargs="+", default=["plugin"], help="beside the engine; see equality.py")
+    parser.add_argument("--layer-arms", nargs="+", default=["engine", "cutlass", "triton"])
     parser.add_argument("--soak-experts", type=int, default=64)
     parser.add_argument("--soak-arm", default="plugin")
     parser.add_argument("--minutes", type=float, default=15.5, help="of the soak")

@@ -33,6 +33,7 @@ sys.path[:0] = [str(E2E), str(REPO / "scripts")]
 
 import decode_ab  # noqa: E402
 import equality  # noqa: E402
+import expert_layer  # noqa: E402
 import soak  # noqa: E402
 from harness import client, evidence, paired, report  # noqa: E402
 from harness.arms import Arm, parse_arm  # noqa: E402
@@ -1049,6 +1050,93 @@ def test_batches_are_judged_only_where_the_reference_repeats_itself():
     assert len(faults) == 2
 
 
+# One layer over several ranks
+
+
+def _ranks_found(
+    rows: int, *errors: float, live: tuple[str, ...] = EVERY, regrouped: bool = False
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "live": live,
+            "regrouped": regrouped,
+            str(rows): [{"error": e, "right": e == 0.0}, {"error": 0.0, "right": True}],
+        }
+        for e in errors
+    ]
+
+
+@pytest.mark.parametrize(
+    "arm, found, problems",
+    [
+        (ENGINE, _ranks_found(512, 0.0, 0.0, live=()), []),
+        (ENGINE, _ranks_found(512, 0.0, live=("silu",)), ["rank 0: live patches are silu"]),
+        (PLUGIN, _ranks_found(512, 0.0), []),
+        (PLUGIN, _ranks_found(512, 0.0, live=()), ["rank 0: live patches are none"]),
+        (
+            Arm("silu", ("silu",)),
+            _ranks_found(512, 0.0, live=("silu", "gemm")),
+            ["rank 0: live patches are silu, gemm"],
+        ),
+        (TRITON, _ranks_found(512, 0.0, regrouped=True), []),
+        (TRITON, _ranks_found(512, 0.0), ["rank 0: weights are not regrouped"]),
+        (PLUGIN, _ranks_found(512, 0.0, regrouped=True), ["rank 0: weights are regrouped"]),
+    ],
+)
+def test_ranks_that_contradict_their_arm_are_seen(arm, found, problems):
+    assert expert_layer.contradictions(arm, found) == problems
+
+
+@pytest.mark.parametrize(
+    "arm, tokens, errors, right, judged",
+    [
+        (PLUGIN, 128, (0.0, 0.001), True, True),
+        (PLUGIN, 128, (0.0, 0.01), False, True),
+        (PLUGIN, 256, (math.nan, 0.0), False, True),
+        (ENGINE, 128, (0.9, 0.0), False, False),
+        (ENGINE, 256, (0.9, 0.0), False, True),
+    ],
+)
+def test_an_output_that_is_wrong_on_one_rank_is_wrong(arm, tokens, errors, right, judged):
+    cell = expert_layer.cell_of(arm, 2, tokens, _ranks_found(2 * tokens, *errors))
+    assert (cell["right"], cell["judged"], cell["padded_rows"], cell["outputs"]) == (right, judged, 2 * tokens, 4)
+    assert cell["largest_error"] == pytest.approx(max(errors), nan_ok=True)
+
+
+@pytest.mark.parametrize("wrong, status", [("engine 256", 0), ("engine 512", 5), ("triton 256", 5), ("", 0)])
+def test_the_layers_exit_status_says_whether_it_is_right(monkeypatch, tmp_path, wrong, status):
+    def found(words, environ, timeout_s):
+        rows = 2 * int(words[words.index("--dispatch-tokens") + 1])
+        backend = environ.get("SGLANG_W4AFP8_BACKEND", "engine")
+        error = 0.9 if wrong == f"{backend} {rows}" else 0.0
+        return _ranks_found(rows, 0.0, error, live=() if backend == "engine" else EVERY, regrouped=backend == "triton")
+
+    monkeypatch.setattr(expert_layer, "run_ranks", found)
+    monkeypatch.setattr(expert_layer, "install_cleanup", lambda: None)
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU", "1"]] * 2)
+    assert expert_layer.main(["--ranks", "2", "--out", str(tmp_path / "out.json")]) == status
+    cells = json.loads((tmp_path / "out.json").read_text())["cells"]
+    assert [(cell["arm"], cell["padded_rows"]) for cell in cells] == [
+        (arm, rows) for rows in (256, 512) for arm in ("engine", "cutlass", "triton")
+    ]
+
+
+def test_ranks_that_fail_or_hang_are_said_and_gone(monkeypatch, tmp_path):
+    script = tmp_path / "ranks.py"
+    monkeypatch.setattr(expert_layer, "_RANKS", script)
+    script.write_text("print('no device'); raise SystemExit(3)")
+    with pytest.raises(expert_layer.RanksError, match="exit status 3\nno device"):
+        expert_layer.run_ranks([], os.environ, 60.0)
+    pid = tmp_path / "pid"
+    script.write_text(
+        "import subprocess, sys, time\nrank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(rank.pid))\nprint('RESULT []', flush=True)\ntime.sleep(60)"
+    )
+    with pytest.raises(expert_layer.RanksError, match="not done after 3 s"):
+        expert_layer.run_ranks([], os.environ, 3.0)
+    _wait_for(lambda: not _alive(int(pid.read_text())))
+
+
 # Soak
 
 
@@ -1195,7 +1283,11 @@ def _servers(words: list[str], model: Path) -> tuple[argparse.Namespace, LaunchO
 
 def test_the_preset_of_four_ranks_asks_for_the_deployed_setting(monkeypatch, tmp_path):
     calls = _preset_calls(monkeypatch, tmp_path, "--ranks", 4)
-    assert [name for name, _ in calls if name != "make_synthetic_checkpoint.py"] == ["check", *["decode_ab.py"] * 2]
+    assert [name for name, _ in calls if name != "make_synthetic_checkpoint.py"] == [
+        "check",
+        "expert_layer.py",
+        *["decode_ab.py"] * 2,
+    ]
     made = next(words for name, words in calls if name == "make_synthetic_checkpoint.py")
     assert made[made.index("--experts") + 1] == "256" and "--config-only" in made
     layers = int(made[made.index("--layers") + 1])
@@ -1219,7 +1311,9 @@ def test_the_preset_of_four_ranks_asks_for_the_deployed_setting(monkeypatch, tmp
 def test_the_preset_of_two_ranks_shows_the_wrong_rows_first(monkeypatch, tmp_path):
     calls = _preset_calls(monkeypatch, tmp_path, "--ranks", 2)
     names = [name for name, _ in calls]
-    assert names.index("equality.py") < names.index("decode_ab.py")
+    assert names.index("expert_layer.py") < names.index("equality.py") < names.index("decode_ab.py")
+    layer = expert_layer._parser().parse_args(dict(calls)["expert_layer.py"])
+    assert (layer.ranks, layer.arms) == (2, ["engine", "cutlass", "triton"])
     args = equality._parser().parse_args(dict(calls)["equality.py"])
     assert (args.arms, args.tp, args.ep) == (["cutlass", "triton", "reference"], 2, 2)
     assert launch_options(args, [1, args.prompts]).padded_rows == 512

@@ -2,7 +2,8 @@
 
 What runs is the installed engine's own DeepEP dispatcher and ``W4AFp8MoEMethod`` with the plugin loaded, over a double of
 DeepEP's buffer, Triton's interpreter and a double of the compiled grouped GEMM, which makes the real one's mistake. Outputs are
-compared on every rank with a float64 reference of the whole layer at zero tolerance. ``expert_parallel_worker.py`` is a rank.
+compared on every rank with a float64 reference of the whole layer at zero tolerance. ``benchmark/e2e/expert_layer_ranks.py``
+is what runs, on GPUs with real DeepEP as well.
 """
 
 import sys
@@ -17,7 +18,7 @@ from engine_process import EVERY_PATCH, SGL_KERNEL_DOUBLE, run_command, write
 
 register_cpu_ci(est_time=65, suite="base-a-test-cpu")
 
-WORKER = Path(__file__).with_name("expert_parallel_worker.py")
+WORKER = Path(__file__).resolve().parents[4] / "benchmark" / "e2e" / "expert_layer_ranks.py"
 # As the worker has them.
 K, TOPK, LOCAL = 512, 2, 2
 TOKENS = ([9, 4, 1, 6], [3, 0, 0, 5], [4, 6, 2, 2], [0, 0, 0, 0])
@@ -32,8 +33,11 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_ranks(stub: Path, ranks: int, **environ: str) -> list[dict]:
     """What every rank found, with ``WRONG`` and ``RIGHT`` padded rows."""
     caps = [str(int(rows) // ranks) for rows in (WRONG, RIGHT)]
+    sizes = ["--hidden", K, "--intermediate", 512, "--local-experts", LOCAL]
+    words = ["--rehearse", "--ranks", ranks, "--dispatch-tokens", *caps, *sizes]
     path = [stub, Path(__file__).resolve().parents[3]]
-    return run_command([sys.executable, str(WORKER), str(ranks), *caps], path, TRITON_INTERPRET="1", **environ).result
+    command = [sys.executable, str(WORKER), *map(str, words)]
+    return run_command(command, path, TRITON_INTERPRET="1", **environ).result
 
 
 @pytest.fixture(scope="module")

@@ -221,14 +221,33 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def several_gpus_cells(decode: list[dict]) -> dict[str, list[dict]]:
+    """Cells as the runs with expert parallelism write them, by results file."""
+    deployed = [
+        {**cell, "model": "deepseek-v3-43l-256e", "concurrency": requests, "arm": arm, "padded_rows": rows}
+        for cell in decode[:1]
+        for requests, rows in ((16, 512), (64, 512), (256, 512), (1024, 1024))
+        for arm in ("engine", "cutlass", "triton")
+    ]
+    layer = [
+        {"padded_rows": rows, "arm": arm, "outputs": 8, "equal": 8, "largest_error": 0.0012}
+        for rows in (256, 512)
+        for arm in ("engine", "cutlass", "triton")
+    ]
+    return {"h200x4/e2e_decode.json": deployed, "h200x2/e2e_layer.json": layer}
+
+
 def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Path) -> None:
     results = tmp_path / "h200"
     results.mkdir()
     (results / "gemm_tiles.json").write_text((ROOT / "benchmark" / "results" / "h200" / "gemm_tiles.json").read_text())
     for kind, cells in benchmark_cells().items():
         (results / f"{kind}.json").write_text(json.dumps({"meta": META, "cells": cells}))
+    for name, cells in several_gpus_cells(benchmark_cells()["e2e_decode"]).items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(json.dumps({"meta": META, "cells": cells}))
     shown = {declared.file for declared in renderer.RESULT_TABLES}
-    assert shown == {f"h200/{path.name}" for path in results.iterdir()}
+    assert shown == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
     for declared in renderer.RESULT_TABLES:
         text = renderer.result_table(declared, tmp_path)
         rows = [line for line in text.splitlines() if line.startswith("| ")]

@@ -1,16 +1,19 @@
-"""An expert-parallel W4AFP8 layer, a process a rank: ``expert_parallel_worker.py RANKS CAP...``.
+"""An expert-parallel W4AFP8 layer, a process a rank; ``expert_layer.py`` starts it once an arm.
 
-The engine's own dispatcher and method run over the double of DeepEP's buffer, in a gloo group, with a part of the experts each.
-For every CAP (tokens that a rank may dispatch) a layer is served for some steps, and what comes back to a rank is compared with
-a float64 reference of the whole layer, all experts, that knows nothing of ranks. Prints ``RESULT`` and JSON, a part a rank.
+    expert_layer_ranks.py --ranks N --dispatch-tokens CAP...
 
-The engine is imported once, with the plugin, and the ranks are forked from there: its import takes longer than all the rest.
+The engine's own dispatcher and method, with real DeepEP on a GPU a rank, or with ``--rehearse`` on the CPU: Triton's
+interpreter and the test suite's doubles of DeepEP's buffer (over gloo) and of the compiled GEMM. Every rank holds a part of
+the experts. For every CAP (tokens that a rank may dispatch; real DeepEP takes one, as its buffer lasts as long as the process)
+the layer is served for some steps, and what comes back to a rank is compared with a float64 reference of the whole layer, all
+experts, that knows nothing of ranks. Prints ``RESULT`` and JSON, a part a rank.
 
 Every value is representable at every step, so that right means equal.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import multiprocessing
@@ -36,30 +39,46 @@ load_plugins()
 import sglang.kernels.ops.moe.ep_moe_kernels as engine_kernels  # noqa: E402
 import sglang.srt.layers.moe.cutlass_w4a8_moe as engine_chain  # noqa: E402
 import sglang.srt.layers.moe.token_dispatcher.deepep as engine_deepep  # noqa: E402
-from sgl_kernel import cutlass_w4a8_moe_mm, double  # noqa: E402
 from sglang.srt.distributed import parallel_state  # noqa: E402
 from sglang.srt.environ import envs  # noqa: E402
 from sglang.srt.layers.moe.utils import DeepEPMode  # noqa: E402
 from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config, W4AFp8MoEMethod  # noqa: E402
 
-from deepep_double import LowLatencyBufferDouble  # noqa: E402
 from sglang_w4afp8 import engine_state, lifecycle  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import pack_int4  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import two_kernels  # noqa: E402
 
-RANKS, CAPS = int(sys.argv[1]), [int(cap) for cap in sys.argv[2:]]
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="An expert-parallel W4AFP8 layer, a process a rank.")
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--dispatch-tokens", type=int, nargs="+", required=True, metavar="CAP")
+    # DeepSeek-V3's sizes, and as many experts as a reference in float64 is quickly done with.
+    parser.add_argument("--hidden", type=int, default=7168)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--local-experts", type=int, default=8)
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, with the doubles of the test suite")
+    args = parser.parse_args()
+    if len(args.dispatch_tokens) > 1 and not args.rehearse:
+        parser.error(f"dispatch-tokens: are {args.dispatch_tokens}, must be one with real DeepEP")
+    return args
+
+
+ARGS = _arguments()
+RANKS, CAPS = ARGS.ranks, ARGS.dispatch_tokens
 RANK = -1  # of this process; the parent has none
-# Local experts, sizes with four scale groups each way, choices of a token.
-E, K, N, TOPK = 2, 512, 512, 2
+DEVICE = torch.device("cpu")
+# Local experts and sizes, with four scale groups or more each way; choices of a token.
+E, K, N, TOPK = ARGS.local_experts, ARGS.hidden, ARGS.intermediate, 2
 EXPERTS = E * RANKS
 A1_SCALE, A2_SCALE = 0.5, 4.0
 # Tokens of every rank, and the experts that they may choose: uneven loads with an empty expert; ranks without tokens; a rank
 # whose experts get none; nothing at all.
 STEPS = (
-    ([9, 4, 1, 6][:RANKS], [0, *range(2, EXPERTS)]),
-    ([3, 0, 0, 5][:RANKS], list(range(EXPERTS))),
-    ([4, 6, 2, 2][:RANKS], list(range(E))),
+    (([9, 4, 1, 6] * RANKS)[:RANKS], [0, *range(2, EXPERTS)]),
+    (([3, 0, 0, 5] * RANKS)[:RANKS], list(range(EXPERTS))),
+    (([4, 6, 2, 2] * RANKS)[:RANKS], list(range(E))),
     ([0] * RANKS, [0]),
 )
 
@@ -78,10 +97,10 @@ def weights() -> tuple[torch.Tensor, ...]:
     s13 = 2.0 ** torch.randint(-1, 2, (EXPERTS, 2 * N, K // 128), generator=generator)
     s13[:, :N, 0] = 2.0
     s2 = 2.0 ** torch.randint(-7, -4, (EXPERTS, K, N // 128), generator=generator)
-    return w13, s13, w2, s2
+    return tuple(part.to(DEVICE) for part in (w13, s13, w2, s2))
 
 
-VALUES = weights()
+VALUES: tuple[torch.Tensor, ...] = ()
 
 
 def new_layer(a1_scale: float = A1_SCALE) -> Any:
@@ -89,7 +108,8 @@ def new_layer(a1_scale: float = A1_SCALE) -> Any:
     layer = torch.nn.Module()
     layer.layer_id, layer.quant_method = 7, W4AFp8MoEMethod(W4AFp8Config())
     layer.moe_ep_size, layer.top_k, layer.num_experts = RANKS, TOPK, EXPERTS
-    layer.quant_method.create_weights(layer, E, K, N, torch.bfloat16, weight_loader=lambda *args, **kwargs: None)
+    with DEVICE:
+        layer.quant_method.create_weights(layer, E, K, N, torch.bfloat16, weight_loader=lambda *args, **kwargs: None)
     w13, s13, w2, s2 = (part[RANK * E : (RANK + 1) * E] for part in VALUES)
     layer.w13_weight.data.copy_(pack_int4(w13))
     layer.w2_weight.data.copy_(pack_int4(w2))
@@ -118,12 +138,13 @@ def step_of(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     picked = torch.argsort(torch.rand((count, len(experts)), generator=generator), dim=1)[:, :TOPK]
     ids = torch.nn.functional.pad(torch.tensor(experts)[picked], (0, TOPK - picked.size(1)), value=-1)
     ids[count // 2 :, 1] = -1  # half of the tokens have one expert only
-    return x, ids, 2.0 ** torch.randint(-2, 1, (count, TOPK), generator=generator)
+    topk_weights = 2.0 ** torch.randint(-2, 1, (count, TOPK), generator=generator)
+    return x.to(DEVICE), ids.to(DEVICE), topk_weights.to(DEVICE)
 
 
 def reference(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     """The whole layer in float64 ``[T, K]``, token by token."""
-    output = torch.zeros((len(x), K), dtype=torch.float64)
+    output = torch.zeros((len(x), K), dtype=torch.float64, device=DEVICE)
     w13, s13, w2, s2 = VALUES
 
     def dense(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -138,7 +159,7 @@ def reference(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) ->
 
 
 def dispatcher_of(cap: int, group: dist.ProcessGroup) -> Any:
-    """The engine's, over the double."""
+    """The engine's; a rehearsal's over the double."""
     with envs.SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.override(cap):
         dispatcher = engine_deepep.DeepEPDispatcher(
             group=group,
@@ -151,8 +172,11 @@ def dispatcher_of(cap: int, group: dist.ProcessGroup) -> Any:
             deepep_mode=DeepEPMode.LOW_LATENCY,
             return_recv_hook=True,
         )
-    buffer = LowLatencyBufferDouble(group)
-    dispatcher._low_latency_dispatcher._get_buffer = lambda: buffer
+    if ARGS.rehearse:
+        from deepep_double import LowLatencyBufferDouble
+
+        buffer = LowLatencyBufferDouble(group)
+        dispatcher._low_latency_dispatcher._get_buffer = lambda: buffer
     return dispatcher
 
 
@@ -192,53 +216,74 @@ def with_load_balancing(cap: int, group: dist.ProcessGroup) -> dict[str, Any]:
     return result
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    """One rank from beginning to end; what it found goes into a file."""
-    global RANK
-    RANK = rank
-    patience = timedelta(seconds=60)  # where another rank has died
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=RANK, world_size=RANKS, timeout=patience
-    )
-    group = dist.group.WORLD
-    # What is asked of a GPU, and what the engine imports only beside one.
+def _rehearse() -> Any:
+    """What is asked of a GPU, and what the engine imports only beside one; the double of the compiled GEMM."""
+    from sgl_kernel import cutlass_w4a8_moe_mm, double
+
     engine_kernels.requant_warp_size = lambda device: 32
     engine_chain.cutlass_w4a8_moe_mm = cutlass_w4a8_moe_mm
-    # What a server would have published.
     engine_deepep.use_deepep = True
+    two_kernels.capability = lambda device: (9, 0)
+    return double
+
+
+def _too_many(group: dist.ProcessGroup) -> str:
+    """What is said of one token more than a rank may dispatch."""
+    count = CAPS[0] + 1
+    x, ids = torch.zeros((count, K), dtype=torch.bfloat16), torch.zeros((count, TOPK), dtype=torch.int64)
+    try:
+        dispatcher_of(CAPS[0], group)._low_latency_dispatcher._dispatch_core(x, ids, None)
+    except RuntimeError as error:
+        return str(error)
+    return "accepted"
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    """One rank from beginning to end; what it found goes into a file."""
+    global RANK, DEVICE, VALUES
+    RANK = rank
+    if not ARGS.rehearse:
+        DEVICE = torch.device("cuda", rank)
+        torch.cuda.set_device(DEVICE)
+    dist.init_process_group(
+        "gloo" if ARGS.rehearse else "nccl",
+        init_method=f"file://{folder / 'store'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=60),  # where another rank has died
+    )
+    group, double = dist.group.WORLD, _rehearse() if ARGS.rehearse else None
+    # What a server would have published.
     engine_deepep.get_deepep_output_dtype = lambda dispatcher: engine_deepep.DispatcherOutputDtype.FP8
     engine_deepep.get_is_extend_in_batch = lambda: False
-    two_kernels.capability = lambda device: (9, 0)
     ranks = SimpleNamespace(world_size=RANKS, cpu_group=group, device_group=group)
     parallel_state.get_moe_ep_group = lambda: ranks
     settings = {"moe_a2a_backend": "deepep", "deepep_mode": "low_latency"}
     engine_state.setting = settings.get
 
-    result: dict[str, Any] = {"live": list(lifecycle.live_patches())}
+    VALUES = weights()
     layer = new_layer()
-    result["regrouped"] = two_kernels.is_regrouped(layer)
+    result: dict[str, Any] = {"live": list(lifecycle.live_patches()), "regrouped": two_kernels.is_regrouped(layer)}
     for cap in CAPS:
         result[str(cap * RANKS)] = serve(layer, cap, group)
-    result["gemms"] = len(double.calls)
-    if result["regrouped"]:
-        settings["enable_eplb"] = True
-        result["eplb"] = with_load_balancing(CAPS[0], group)
-    try:
-        dispatcher_of(CAPS[0], group)._low_latency_dispatcher._dispatch_core(
-            torch.zeros((CAPS[0] + 1, K), dtype=torch.bfloat16),
-            torch.zeros((CAPS[0] + 1, TOPK), dtype=torch.int64),
-            None,
-        )
-    except RuntimeError as error:
-        result["too many"] = str(error)
+    if double is not None:
+        result["gemms"] = len(double.calls)
+        result["too many"] = _too_many(group)
+        if result["regrouped"]:
+            settings["enable_eplb"] = True
+            result["eplb"] = with_load_balancing(CAPS[0], group)
+    (folder / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    if not ARGS.rehearse:
+        os._exit(0)  # DeepEP's destructor may wait for ranks that have gone
     dist.destroy_process_group()
-    (folder / f"{RANK}.json").write_text(json.dumps(result))
 
 
 def main() -> None:
-    fork = multiprocessing.get_context("fork")
+    # The engine's import takes longer than all the rest, so a rehearsal forks after it; CUDA must not be forked.
+    context = multiprocessing.get_context("fork" if ARGS.rehearse else "spawn")
     with tempfile.TemporaryDirectory() as name:
-        ranks = [fork.Process(target=run_rank, args=(rank, Path(name))) for rank in range(RANKS)]
+        ranks = [context.Process(target=run_rank, args=(rank, Path(name))) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -246,7 +291,7 @@ def main() -> None:
         if any(process.exitcode for process in ranks):
             sys.exit(f"ranks ended with {[process.exitcode for process in ranks]}")
         found = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    print("RESULT " + json.dumps(found))
+    print("RESULT " + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
