@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import os
 import shlex
 import signal
@@ -52,7 +53,7 @@ class LaunchOptions:
         routing: ``model``: as the router says; ``uniform``: every expert alike, through the engine's own switch.
         tp, ep, dp: tensor, expert and (attention) data parallel size. With DeepEP the engine makes ``ep`` what ``tp`` is.
         dispatch_tokens: tokens that a rank may dispatch at once; DeepEP pads to ``dispatch_tokens * ep`` rows. None:
-            as many as the largest batch needs, and enough for 512 padded rows.
+            as many as the largest batch needs, rounded up so that padded rows are a multiple of 512.
         max_total_tokens: cap on the KV cache; needed where two servers share a GPU.
         chunk: tokens of one prefill chunk; None: what all ranks may dispatch together.
         skip_tokenizer: serve token ids only.
@@ -126,8 +127,8 @@ class LaunchOptions:
         """Tokens that a rank may dispatch at once (``SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK``)."""
         if self.dispatch_tokens is not None:
             return self.dispatch_tokens
-        least = max(RIGHT_ROWS // self.ep, self.decoded_tokens)
-        return -(-least // DISPATCH_STEP) * DISPATCH_STEP
+        step = math.lcm(DISPATCH_STEP, RIGHT_ROWS // math.gcd(RIGHT_ROWS, self.ep))
+        return -(-self.decoded_tokens // step) * step
 
     @property
     def padded_rows(self) -> int:
