@@ -325,12 +325,19 @@ def _refuse_to_save(layer: Any, prefix: str, keep_vars: bool) -> None:
 def refuse_direct_loads() -> None:
     """Have the engine's copy into the memory of parameters refuse regrouped ones before it writes any; done once per process.
 
-    A server has imported it by the time that it loads weights.
+    A server has imported it by the time that it loads weights; where it has it under another name, the log says so.
     """
-    for home in _DIRECT_LOAD_HOMES:
-        original = getattr(sys.modules.get(home), _DIRECT_LOAD, None)
-        if original is not None and not hasattr(original, _REFUSES):
-            setattr(sys.modules[home], _DIRECT_LOAD, _refusing(original))
+    homes = [sys.modules[home] for home in _DIRECT_LOAD_HOMES if home in sys.modules]
+    found = [home for home in homes if hasattr(home, _DIRECT_LOAD)]
+    if homes and not found:
+        _say_once(
+            logging.WARNING,
+            f"this engine has no {_DIRECT_LOAD}: direct weight updates of regrouped layers cannot be refused, do not use them",
+        )
+    for home in found:
+        original = getattr(home, _DIRECT_LOAD)
+        if not hasattr(original, _REFUSES):
+            setattr(home, _DIRECT_LOAD, _refusing(original))
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:

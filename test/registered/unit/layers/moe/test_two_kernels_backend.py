@@ -261,6 +261,14 @@ del engine_chain.cutlass_w4a8_moe_mm
 result["left"]["no gemm"] = left(new_layer())
 """
 
+# An engine that has its copy into parameters under another name.
+RENAMED = """
+import sglang.srt.model_executor.model_runner as runner
+for home in (updater, runner):
+    vars(home).pop("_model_load_weights_direct", None)
+result["regrouped"] = [two_kernels.is_regrouped(process(new_layer())) for _ in range(2)]
+"""
+
 # What `auto` decides by: a table, and what the server is going to send.
 AUTO = """
 import pathlib, tempfile
@@ -510,6 +518,14 @@ def test_a_copy_into_the_memory_of_a_regrouped_layer_is_refused_before_anything_
     assert (life["direct, others"], life["direct, others changed"]) == ("accepted", True)
     assert life["direct in the engine's layout"] == "accepted"
     assert life["direct in the engine's layout changed"] is True
+
+
+def test_an_engine_whose_direct_load_cannot_be_found_is_named_once(stub):
+    script = LIFE.partition("values = ")[0] + RENAMED
+    done = run(stub, script)
+    assert done.result["regrouped"] == [True, True]
+    (line,) = done.lines("this engine has no _model_load_weights_direct")
+    assert line.startswith("WARNING:") and "cannot be refused" in line
 
 
 def test_a_regrouped_layer_is_not_saved(life):
