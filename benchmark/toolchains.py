@@ -81,7 +81,7 @@ def shapes_that_lost(results: Path, kernel: str, tags: tuple[str, str]) -> list[
         if not path.is_file():
             raise SystemExit(f"{path}: does not exist; measure it with `sglang-w4afp8 bench` first")
         runs.append(report.by_shape(json.loads(path.read_text(encoding="utf-8"))["cells"], KINDS[kernel].size))
-    lost = report.lost_beside(*runs, "engine_us")
+    lost = report.lost_by_shape(*runs, "engine_us")
     return sorted(shape for shape, factor in lost.items() if factor > report.TOOLCHAIN_DIFFERENCE)
 
 
@@ -91,8 +91,7 @@ def shipped_launch(kernel: str, columns: int, experts: int, expected_m: int) -> 
     path = tuned_config.SHIPPED_DIRECTORY / tuned_config.file_name(launch_table.KIND, gpu)
     if not path.is_file():
         return None
-    table = launch_table.parse(tuned_config.read_tuned(path, {"gpu": gpu, "schedule": launch_table.SCHEDULE}))
-    entries = table.get(kernel, {}).get(columns, {}).get(experts, ())
+    entries = tune_streaming.launches_of(path, gpu).get((kernel, columns, experts), ())
     return next((entry for entry in entries if entry.expected_m == expected_m), None)
 
 
@@ -132,25 +131,30 @@ def _providers(
     del providers["legacy"]
     if launch is not None:
         expected_m = cell.expected_m()
-        tuned = launch.launch(expected_m)
-        tuned = dataclasses.replace(tuned, row_cap=min(cell.padded, tuned.row_cap))
+        tuned = launch.launch(expected_m, cell.padded)
         providers["tuned"] = functools.partial(kind.function, *place.arguments(cell), expected_m, launch=tuned)
     return providers
 
 
-def add_run(out: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> None:
-    """Add one run; its number is counted per Triton.
+def runs_before(out: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The file that this run is added to, with its Triton and command in ``meta``.
 
     Raises:
-        SystemExit: the file was measured with another GPU, driver, torch or engine.
+        SystemExit: it was measured with another GPU, driver, torch or engine.
     """
-    document: dict[str, Any] = {"meta": {**meta}, "cells": []}
-    if out.is_file():
-        document = json.loads(out.read_text(encoding="utf-8"))
-        known = document["meta"]
-        refuse_other_set_up(out, {**known, "triton": meta["triton"]}, meta)
-        for key in ("triton", "command"):
-            known[key] = JOIN.join(dict.fromkeys([*known[key].split(JOIN), meta[key]]))
+    if not out.is_file():
+        return {"meta": {**meta}, "cells": []}
+    document = json.loads(out.read_text(encoding="utf-8"))
+    known = document["meta"]
+    refuse_other_set_up(out, {**known, "triton": meta["triton"]}, meta)
+    for key in ("triton", "command"):
+        known[key] = JOIN.join(dict.fromkeys([*known[key].split(JOIN), meta[key]]))
+    return document
+
+
+def add_run(out: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[str, Any]]) -> None:
+    """Add one run; its number is counted per Triton. Raises as :func:`runs_before` does."""
+    document = runs_before(out, meta)
     number = 1 + max((cell["run"] for cell in document["cells"] if cell["triton"] == meta["triton"]), default=0)
     document["cells"] += [{**cell, "run": number} for cell in cells]
     write_json(out, document)
@@ -170,9 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("toolchains: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
     meta = run_metadata(repeats=args.repeats, placements=streaming.PLACEMENTS)
-    if args.out.is_file():  # before the time is spent
-        known = json.loads(args.out.read_text(encoding="utf-8"))["meta"]
-        refuse_other_set_up(args.out, {**known, "triton": meta["triton"]}, meta)
+    runs_before(args.out, meta)  # refuses before the time is spent
     cells = [cell for kernel in KINDS for cell in measure(kernel, shapes[kernel], args.repeats, args.tune)]
     add_run(args.out, meta, cells)
     return 0

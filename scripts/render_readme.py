@@ -176,6 +176,15 @@ _GEMM_COLUMNS = (
     ratio_of_totals("best / ours", "best_us", "ours_us"),
 )
 _GEMM_CELLS = {"routing": ("random",), "padded": (512, 1024), "k": (7168, 2048)}
+_DECODE_COLUMNS = (
+    one("engine, tokens/s", "baseline_tokens_per_s", 0),
+    one("arm, tokens/s", "tokens_per_s", 0),
+    Column("gain, %", _interval),
+    one("saved us a layer", "saved_us_per_moe_layer", 1),
+    one("saved ms, 58 layers", "saved_ms_58_layers"),
+)
+# Every arm but the baseline.
+_DECODE_ARMS = {"arm": ("plugin", "cutlass", "triton", "auto")}
 
 RESULT_TABLES: tuple[ResultTable, ...] = (
     ResultTable(
@@ -355,14 +364,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3."
         ),
         group_by=("model", "engine", "routing", "concurrency", "arm"),
-        columns=(
-            one("engine, tokens/s", "baseline_tokens_per_s", 0),
-            one("arm, tokens/s", "tokens_per_s", 0),
-            Column("gain, %", _interval),
-            one("saved us a layer", "saved_us_per_moe_layer", 1),
-            one("saved ms, 58 layers", "saved_ms_58_layers"),
-        ),
-        where={"arm": ("plugin", "cutlass", "triton", "auto")},
+        columns=_DECODE_COLUMNS,
+        where=_DECODE_ARMS,
     ),
     ResultTable(
         title="The same tokens?",
@@ -391,14 +394,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         file="h200x4/e2e_decode.json",
         note="The same with expert parallelism over four GPUs, 256 experts and as many layers as fit; by requests at once.",
         group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
-        columns=(
-            one("engine, tokens/s", "baseline_tokens_per_s", 0),
-            one("arm, tokens/s", "tokens_per_s", 0),
-            Column("gain, %", _interval),
-            one("saved us a layer", "saved_us_per_moe_layer", 1),
-            one("saved ms, 58 layers", "saved_ms_58_layers"),
-        ),
-        where={"arm": ("plugin", "cutlass", "triton", "auto")},
+        columns=_DECODE_COLUMNS,
+        where=_DECODE_ARMS,
     ),
     ResultTable(
         title="One layer over two GPUs",
@@ -609,7 +606,7 @@ def toolchains_section(results: Path = RESULTS) -> str:
             return f"{geometric_mean([report.quotient(one[shape], other[shape], column) for shape in shapes]):.3f}"
 
         has_engine = all(cell["engine_us"] for shape in shapes for cell in (*one[shape], *other[shape]))
-        lost = report.lost_beside(one, other, "engine_us" if has_engine else "copy_us")
+        lost = report.lost_by_shape(one, other, "engine_us" if has_engine else "copy_us")
         slower = [(lost[shape], shape) for shape in shapes if lost[shape] > report.TOOLCHAIN_DIFFERENCE]
         worst = ", ".join(
             f"{size} {a} E {b} rows {c}: {value:.2f}" for value, (a, b, c) in sorted(slower, reverse=True)[:4]
@@ -662,28 +659,24 @@ def toolchain_turns_section(results: Path = RESULTS) -> str:
     if len(tritons) != len(_TRITONS):
         raise RenderError(f"{path}: must be of two Tritons, is of {', '.join(tritons)}")
     for kernel, name, size in _TWICE:
-        mine = [{**cell, size: cell["size"]} for cell in content["cells"] if cell["kernel"] == name]
+        mine = [cell for cell in content["cells"] if cell["kernel"] == name]
         if not mine:
             continue
-        whole = report.lost_beside(
+        whole = report.lost_by_shape(
             *(
                 report.by_shape(json.loads((results / "h200" / f"{name}{suffix}.json").read_text())["cells"], size)
                 for suffix in _TRITONS
             ),
             "engine_us",
         )
-        for shape, cells in sorted(report.by_shape(mine, size).items()):
+        for shape, cells in sorted(report.by_shape(mine, "size").items()):
             runs = sorted({cell["run"] for cell in cells})
             one, other = (
                 [[c for c in cells if (c["triton"], c["run"]) == (triton, run)] for run in runs] for triton in tritons
             )
-
-            def lost(a: list[Cell], b: list[Cell], shape=shape) -> float:
-                return report.lost_beside({shape: a}, {shape: b}, "engine_us")[shape]
-
-            losses = [lost(a, b) for a, b in zip(one, other, strict=True)]
-            own = [lost(same[0], run) for same in (one, other) for run in same]
-            apart = max(max(part) / min(part) for part in (own[: len(runs)], own[len(runs) :]))
+            losses = [report.lost_beside(a, b, "engine_us") for a, b in zip(one, other, strict=True)]
+            own = [[report.lost_beside(same[0], run, "engine_us") for run in same] for same in (one, other)]
+            apart = max(max(part) / min(part) for part in own)
             tuned = [cell for cell in other[-1] if cell.get("tuned_us")]
             left = losses[-1] * geometric_mean([c["tuned_us"] / c["ours_us"] for c in tuned]) if tuned else None
             rows.append(

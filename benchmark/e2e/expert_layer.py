@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import report
 from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm
-from harness.cli import FAILED, NOT_PROVED
+from harness.cli import FAILED, NOT_PROVED, check_gpus
 from harness.report import say
 from harness.server import RIGHT_ROWS, install_cleanup
 
@@ -130,9 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arms = [parse_arm(text) for text in args.arms]
         if args.ranks < 1 or RIGHT_ROWS // 2 % args.ranks:
             raise ValueError(f"ranks: is {args.ranks}, must divide {RIGHT_ROWS // 2}")
-        gpus = len(report.nvidia_smi("uuid"))
-        if 0 < gpus < args.ranks:
-            raise ValueError(f"ranks: is {args.ranks}, must be at most {gpus}, the GPUs that may be used here")
+        check_gpus("ranks", args.ranks)
     except ValueError as error:
         parser.error(str(error))
     caps = args.dispatch_tokens or [RIGHT_ROWS // 2 // args.ranks, RIGHT_ROWS // args.ranks]

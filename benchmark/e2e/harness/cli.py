@@ -115,6 +115,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ready-timeout", type=float, default=600.0, metavar="SECONDS")
 
 
+def check_gpus(name: str, ranks: int) -> None:
+    """Whether this machine has a GPU a rank; where none can be seen, nothing is said.
+
+    Raises:
+        ValueError: fewer GPUs; the message begins with the option's name.
+    """
+    gpus = len(report.nvidia_smi("uuid"))
+    if 0 < gpus < ranks:
+        raise ValueError(f"{name}: is {ranks}, must be at most {gpus}, the GPUs that a server may use here")
+
+
 def check_fits(options: LaunchOptions, model: Model) -> None:
     """Whether this model on this machine can be spread as the options say.
 
@@ -123,9 +134,7 @@ def check_fits(options: LaunchOptions, model: Model) -> None:
     """
     if model.experts % options.ep:
         raise ValueError(f"ep: is {options.ep}, must divide the model's experts ({model.experts})")
-    gpus = len(report.nvidia_smi("uuid"))
-    if 0 < gpus < options.tp:
-        raise ValueError(f"tp: is {options.tp}, must be at most {gpus}, the GPUs that a server may use here")
+    check_gpus("tp", options.tp)
 
 
 def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **change: Any) -> LaunchOptions:

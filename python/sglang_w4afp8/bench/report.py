@@ -75,15 +75,16 @@ def quotient(one: Sequence[Cell], other: Sequence[Cell], column: str) -> float:
     return geometric_mean(cell[column] for cell in other) / geometric_mean(cell[column] for cell in one)
 
 
-def lost_beside(
+def lost_beside(one: Sequence[Cell], other: Sequence[Cell], column: str) -> float:
+    """By what factor our kernel is slower in ``other`` than in ``one``, once what ``column`` did is divided out."""
+    return quotient(one, other, "ours_us") / quotient(one, other, column)
+
+
+def lost_by_shape(
     one: Mapping[Shape, Sequence[Cell]], other: Mapping[Shape, Sequence[Cell]], column: str
 ) -> dict[Shape, float]:
-    """By what factor our kernel is slower in ``other`` than in ``one``, once what ``column`` did is divided out."""
-    shapes = [shape for shape in one if shape in other]
-    return {
-        shape: quotient(one[shape], other[shape], "ours_us") / quotient(one[shape], other[shape], column)
-        for shape in shapes
-    }
+    """:func:`lost_beside` of every shape that both have."""
+    return {shape: lost_beside(one[shape], other[shape], column) for shape in one if shape in other}
 
 
 def shape_of(cell: Cell) -> str:

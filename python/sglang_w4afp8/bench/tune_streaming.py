@@ -191,9 +191,7 @@ def _cell(kernel: str, buffers: Sequence[Any], experts: int, rows: int) -> tuple
 
     def call(arguments: Sequence[Any]) -> Callable[[MeasuredLaunch], Any]:
         def run(candidate: MeasuredLaunch) -> Any:
-            launch = candidate.launch(expected_m)
-            launch = dataclasses.replace(launch, row_cap=min(streaming.PADDED, launch.row_cap))
-            return function(*arguments, expected_m, launch=launch)
+            return function(*arguments, expected_m, launch=candidate.launch(expected_m, streaming.PADDED))
 
         return run
 
@@ -243,7 +241,8 @@ def tune_cell(
     return best[winner], geometric_mean(times[winner])
 
 
-def _launches_of(path: Path, gpu: str) -> dict[tuple[str, int, int], list[MeasuredLaunch]]:
+def launches_of(path: Path, gpu: str) -> dict[tuple[str, int, int], list[MeasuredLaunch]]:
+    """The launches of a tuned file by kernel, columns (scale groups or N) and experts."""
     table = launch_table.parse(tuned_config.read_tuned(path, {"gpu": gpu, "schedule": launch_table.SCHEDULE}))
     return {
         (kernel, columns, count): list(entries)
@@ -287,7 +286,7 @@ def tune(
     launches: dict[tuple[str, int, int], list[MeasuredLaunch]] = {}
     if out.is_file():
         try:
-            launches = _launches_of(out, gpu)
+            launches = launches_of(out, gpu)
         except (ValueError, KeyError, TypeError) as error:
             if keep:
                 raise tuned_config.TunedConfigError(f"{out}: {error}; --fresh starts anew") from error

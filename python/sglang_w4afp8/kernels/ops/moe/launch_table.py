@@ -52,11 +52,13 @@ class MeasuredLaunch:
     speculative_slack: float
     overflow_first: bool = False
 
-    def launch(self, expected_rows: int) -> MaskedRowsLaunch:
+    def launch(self, expected_rows: int, max_rows: int | None = None) -> MaskedRowsLaunch:
+        """The launch at an estimate; its cap at most ``max_rows``, where they are known."""
+        row_cap = self.cap_slack * max(1, expected_rows)
         return MaskedRowsLaunch(
             self.col_block,
             self.m_grid,
-            self.cap_slack * max(1, expected_rows),
+            row_cap if max_rows is None else min(max_rows, row_cap),
             self.row_block,
             self.num_warps,
             self.overflow_experts,
