@@ -23,6 +23,10 @@ An arm that is served by the Triton backend rounds less often than the engine, s
 tokens must be equal but where the two best log-probabilities of the float server are closer than ``--float-tie``, and the gap
 between those two must not be further off (root mean square) than the engine's is. How far the engine is from it is shown.
 
+The float server has no CUDA graphs, the others prefill in one where a prompt nearly fills it, and that alone changes
+log-probabilities, of the engine's as of ours. So only prompts that both sides have prefilled alike are compared with it; the
+server's log says which (all are where it does not say).
+
 For that the checkpoint's last layer should be its only expert layer. Every fp8 layer behind one rounds anew whatever differs in
 front of it, so that a few layers further on a small difference and a large one are alike, and no arm is near the reference.
 
@@ -39,7 +43,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +79,7 @@ class Outputs:
         tokens: per pass and prompt, the tokens.
         gaps: per prompt of the first pass and token, the log-probability between the best and the second best.
         backend: what computed the experts.
+        graph_prefills: per prompt of the first pass, whether it was prefilled in a CUDA graph; None where the log does not say.
     """
 
     arm: str
@@ -83,6 +88,12 @@ class Outputs:
     tokens: dict[str, list[list[int]]]
     gaps: list[list[float]]
     backend: str = CUTLASS
+    graph_prefills: list[bool] | None = None
+
+    def only(self, prompts: Sequence[int]) -> Outputs:
+        """The first pass of some prompts."""
+        tokens = {SINGLE: [self.tokens[SINGLE][index] for index in prompts]}
+        return replace(self, tokens=tokens, gaps=[self.gaps[index] for index in prompts], graph_prefills=None)
 
 
 @dataclass(frozen=True)
@@ -191,9 +202,18 @@ def decode_all(
         raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
     clock.spent("server", time.monotonic() - begin)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
-    outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps, evidence.computed_by(arm, seen))
+    graphs = evidence.graph_prefills(server.log_text(), [len(prompt) for prompt in prompts])
+    outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps, evidence.computed_by(arm, seen), graphs)
     journal.save(name, asdict(outputs))
     return outputs
+
+
+def prefilled_alike(one: Outputs, other: Outputs) -> list[int]:
+    """Prompts that both servers have prefilled in a CUDA graph, or both not; all where a log does not say."""
+    prompts = range(len(one.tokens[SINGLE]))
+    if one.graph_prefills is None or other.graph_prefills is None:
+        return list(prompts)
+    return [index for index in prompts if one.graph_prefills[index] == other.graph_prefills[index]]
 
 
 def judge(
@@ -204,7 +224,9 @@ def judge(
     exact = next((other for other in others if other.backend == REFERENCE), None)
 
     def from_exact(other: Outputs) -> Difference:
-        return compare_tokens(exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, float_tie, other.gaps)
+        prompts = prefilled_alike(exact, other)
+        mine, theirs = exact.only(prompts), other.only(prompts)
+        return compare_tokens(mine.tokens[SINGLE], theirs.tokens[SINGLE], mine.gaps, float_tie, theirs.gaps)
 
     engines = from_exact(reference).gap_rms if exact is not None else None
     repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])
@@ -228,6 +250,10 @@ def judge(
         if exact is not None and other is not exact:
             found = from_exact(other)
             judged = other.backend == TRITON
+            if judged and not found.prompts:
+                faults.append(
+                    f"{other.arm} with {other.rows} padded rows: not judged, no prompt was prefilled as by the float reference"
+                )
             if judged and found.gap_rms is not None and engines is not None and found.gap_rms > engines:
                 faults.append(
                     f"{other.arm} with {other.rows} padded rows: gaps are {found.gap_rms:.4f} from the float reference's, "

@@ -245,6 +245,25 @@ def engine_decode_rate(log: str, running: int) -> float | None:
     return statistics.median(rates) if rates else None
 
 
+_PREFILL = re.compile(
+    r"Prefill batch, #new-seq: (?P<prompts>\d+), #new-token: (?P<tokens>\d+),.*?cuda graph: (?P<graph>True|False)"
+)
+
+
+def graph_prefills(log: str, lengths: Sequence[int]) -> list[bool] | None:
+    """Whether each of these prompts, sent one after the other, was prefilled in a CUDA graph; None if the log does not say.
+
+    Only prompts that nearly fill a captured size are: the engine serves others eagerly, whatever its flags.
+    """
+    seen = [(int(m["prompts"]), int(m["tokens"]), m["graph"] == "True") for m in _PREFILL.finditer(log)]
+    wanted = [(1, length) for length in lengths]
+    for start in range(len(seen) - len(wanted) + 1):
+        part = seen[start : start + len(wanted)]
+        if [line[:2] for line in part] == wanted:
+            return [graph for *_, graph in part]
+    return None
+
+
 # The engine's log lines do not show their level, so faults are known by their words. Only what a server logs once it
 # serves is looked at: while starting, the engine says what it could not import.
 _FAULT = re.compile(

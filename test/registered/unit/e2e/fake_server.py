@@ -8,7 +8,8 @@ What it decodes is a function of the prompt alone, so that arms can be compared;
   (the last one's profile shows the engine's kernels), ``one rank`` (the others say nothing).
 - ``FAKE_CRASH``: ``start`` or the number of the generate call in which it exits.
 - ``FAKE_STUBBORN``: it and its child ignore SIGTERM.
-- ``FAKE_WRONG_TOKENS``: the arms whose tokens are wrong, or ``rows``: the engine's where rows are no multiple of 512.
+- ``FAKE_WRONG_TOKENS``: the arms whose tokens are wrong, or ``rows``: the engine's where rows are no multiple of 512, or
+  ``graph``: those after a prompt that was prefilled in a CUDA graph, of ``FAKE_GRAPH_TOKENS`` tokens or more.
 - ``FAKE_FAIL_EVERY``: every so many-th request ends with an abort.
 - ``FAKE_LOG_ERROR``: a line to print at the tenth request.
 """
@@ -53,6 +54,7 @@ RANKS = int(sys.argv[sys.argv.index("--tp-size") + 1]) if "--tp-size" in sys.arg
 # Whoever may choose chooses Triton here.
 BACKEND = os.environ.get("SGLANG_W4AFP8_BACKEND", "cutlass").replace("auto", "triton")
 ARM = "plugin" if LIVE else "engine"
+GRAPH_TOKENS = int(os.environ.get("FAKE_GRAPH_TOKENS", "128"))
 
 
 def log(text: str) -> None:
@@ -95,12 +97,19 @@ class FakeServer:
                 log(f"sglang-w4afp8: first low-latency call: {call}")
         self.first_call_logged = True
 
+    def prefills_in_graph(self, tokens: int) -> bool:
+        """Like the engine: a prompt that nearly fills a captured size."""
+        return tokens >= GRAPH_TOKENS and not self.args.disable_cuda_graph
+
     def tokens(self, prompt: list[int], count: int) -> list[int]:
         wrong = os.environ.get("FAKE_WRONG_TOKENS", "")
-        names = (ARM, BACKEND if LIVE else "")
-        salt = (
-            b"wrong" if (wrong and wrong in names) or (wrong == "rows" and ARM == "engine" and self.rows % 512) else b""
-        )
+        kinds = {
+            ARM: True,
+            BACKEND if LIVE else "": True,
+            "rows": ARM == "engine" and self.rows % 512,
+            "graph": self.prefills_in_graph(len(prompt)),
+        }
+        salt = b"wrong" if wrong and kinds.get(wrong) else b""
         state, out = salt + json.dumps(prompt).encode(), []
         for _ in range(count):
             state = hashlib.sha256(state).digest()
@@ -135,7 +144,9 @@ class FakeServer:
             return {"index": index, "output_ids": outputs[index][:done], "meta_info": meta}
 
         async def steps() -> Any:
-            log(f"Prefill batch, #new-seq: {len(prompts)}")
+            tokens = sum(map(len, prompts))
+            graph = self.prefills_in_graph(tokens)
+            log(f"Prefill batch, #new-seq: {len(prompts)}, #new-token: {tokens}, #cached-token: 0, cuda graph: {graph}")
             self.running += len(prompts)
             alive = set(range(len(prompts)))
             try:
@@ -218,6 +229,7 @@ def main() -> None:
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--ep-size", type=int, default=1)
+    parser.add_argument("--disable-cuda-graph", action="store_true")
     args, _ = parser.parse_known_args()
     if os.environ.get("FAKE_CRASH") == "start":
         print("RuntimeError: no such model", flush=True)

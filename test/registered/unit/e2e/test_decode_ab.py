@@ -414,6 +414,20 @@ def test_the_engines_own_rate_leaves_out_prefill_and_other_batches():
     assert evidence.engine_decode_rate("\n".join(log), 4) is None
 
 
+def test_prompts_that_were_prefilled_in_a_graph_are_found_in_the_log():
+    def line(prompts: int, tokens: int, graph: bool) -> str:
+        return (
+            f"[x] Prefill batch, #new-seq: {prompts}, #new-token: {tokens}, #cached-token: 0, token usage: 0.00, "
+            f"#running-req: 0, #queue-req: 0, #pending-token: 0, cuda graph: {graph}, input throughput (token/s): 2.59"
+        )
+
+    warm_up, singles = [line(1, 3, False), line(1, 64, True)], [line(1, 64, True), line(1, 63, False)]
+    log = "\n".join([*warm_up, singles[0], "[x] Decode batch, cuda graph: True", singles[1], line(2, 127, True)])
+    assert evidence.graph_prefills(log, [64, 63]) == [True, False]
+    assert evidence.graph_prefills(log, [64, 62]) is None
+    assert evidence.graph_prefills(log.replace("cuda graph", "graphs"), [64, 63]) is None  # another engine's words
+
+
 def test_fault_lines_are_found_and_cancellations_are_none():
     log = """
     [1 TP0] Decode batch, #running-req: 8, #token: 9, gen throughput (token/s): 1.00, #queue-req: 0
@@ -1007,6 +1021,37 @@ def test_other_tokens_than_the_float_reference_are_a_failure_of_the_triton_backe
     assert all(
         "4 of 4 prompts differ from the float reference where it is decided, by up to 1.000" in f for f in faults
     )
+
+
+def test_prompts_that_only_the_float_reference_prefilled_eagerly_are_not_compared_with_it(bench):
+    """Prompts have 64 to 61 tokens; the graph's rounding changes what follows the longer two on every other server."""
+    words = ("--prompts", 4, "--output-len", 8, "--input-len", 64, "--arms", "cutlass", "triton", "reference")
+    done = bench.run("equality", *words, FAKE_WRONG_TOKENS="graph", FAKE_GRAPH_TOKENS="63")
+    assert done.returncode == 0, done.stderr
+    cells = [cell for cell in bench.results()["cells"] if cell["pass"] == "one at a time"]
+    found = {(c["arm"], c["padded_rows"], c["against"]): (c["equal"], c["prompts"]) for c in cells}
+    assert found["cutlass", 128, "engine"] == (4, 4)
+    assert {found[arm, rows, "reference"] for arm in ("engine", "triton") for rows in (512, 128)} == {(2, 2)}
+
+
+@pytest.mark.parametrize(
+    "mine, prompts, fault",
+    [
+        ([True, False], 1, None),
+        ([True, True], 0, "auto with 512 padded rows: not judged, no prompt was prefilled as by the float reference"),
+        (None, 2, "auto with 512 padded rows: 1 of 2 prompts differ from the float reference"),  # the log does not say
+    ],
+)
+def test_only_prompts_prefilled_alike_are_compared_with_the_float_reference(mine, prompts, fault):
+    def outputs(arm: str, backend: str, first: int, graphs: list[bool] | None) -> equality.Outputs:
+        tokens = dict.fromkeys((equality.SINGLE, equality.BATCH, equality.REPEAT), [[1, first], [1, 2]])
+        return equality.Outputs(arm, 512, [], tokens, [[1.0, 1.0]] * 2, backend, graphs)
+
+    exact, engine = outputs("reference", "reference", 2, [False, False]), outputs("engine", "cutlass", 2, None)
+    cells, faults = equality.judge(engine, [outputs("auto", "triton", 3, mine), exact], 0.0, 0.1)
+    (cell,) = [cell for cell in cells if (cell["arm"], cell["against"]) == ("auto", "reference")]
+    assert cell["prompts"] == prompts
+    assert [f.partition(" where")[0] for f in faults] == ([fault] if fault else [])
 
 
 def test_only_first_differences_count_and_near_ties_are_apart():
