@@ -305,9 +305,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         title="A layer in two Triton kernels",
         file="h200/two_kernels.json",
         note=(
-            "The experimental backend (`SGLANG_W4AFP8_BACKEND=triton`) on a DeepSeek-V3 layer, even routing: microseconds of "
-            "the whole low-latency layer. Floor: reading the weights once at the speed of a plain stream, measured in the same "
-            "run."
+            "A DeepSeek-V3 layer on regrouped weights, even routing: microseconds of the whole low-latency layer. Floor: "
+            "reading the weights once at the speed of a plain stream, measured in the same run."
         ),
         group_by=("experts", "rows"),
         columns=(

@@ -363,7 +363,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mem-fraction", type=float, default=0.7)
     parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
     parser.add_argument("--equality-experts", type=int, default=64)
-    parser.add_argument("--equality-arms", nargs="+", default=["plugin"], help="beside the engine; see equality.py")
+    parser.add_argument("--equality-arms", nargs="+", default=["plugin", "reference"], help="see equality.py")
     parser.add_argument("--layer-arms", nargs="+", default=["engine", "cutlass", "triton"])
     parser.add_argument("--soak-experts", type=int, default=64)
     parser.add_argument("--soak-arm", default="plugin")

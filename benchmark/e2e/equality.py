@@ -293,7 +293,8 @@ def _cell(other: Outputs, name: str, found: Difference, judged: bool, role: str,
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare greedy tokens of the engine and the plugin.")
-    parser.add_argument("--arms", nargs="+", default=[PLUGIN], help="arms beside the engine")
+    # What the plugin computes with by default is its own choice, and may have to be judged against the reference.
+    parser.add_argument("--arms", nargs="+", default=[PLUGIN, REFERENCE], help="arms beside the engine")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=64, help="longest prompt; shortest is half of it")
     parser.add_argument("--output-len", type=int, default=32)

@@ -216,8 +216,9 @@ LEDGER: tuple[Patch, ...] = (
     Patch(
         name="two_kernels",
         targets=(),
-        what="With SGLANG_W4AFP8_BACKEND=triton or auto, regroups a layer's weights in place when they are processed; its "
-        "low-latency calls are then two Triton kernels, and its prefill's grouped GEMMs are answered from the same weights.",
+        what="Where a measured table shows it to be faster, regroups a layer's weights in place when they are processed; its "
+        "low-latency calls are then two Triton kernels, and its prefill's grouped GEMMs are answered from the same weights. "
+        "SGLANG_W4AFP8_BACKEND=cutlass turns it off, triton takes every supported layer.",
         why="The chain writes and reads back a requantised payload and a bf16 product, rounds the activation twice, and its "
         "GEMMs stream weights well below the speed of a copy where rows are few.",
         upstream=None,

@@ -12,7 +12,7 @@ from typing import Any
 PREFIX = "SGLANG_W4AFP8_"
 
 # What computes the experts of the low-latency path.
-BACKENDS = ("cutlass", "triton", "auto", "reference")
+BACKENDS = ("auto", "cutlass", "triton", "reference")
 
 _TRUE = ("1", "true", "yes")
 _FALSE = ("0", "false", "no")
@@ -111,13 +111,14 @@ SWITCHES: tuple[Switch, ...] = (
     ),
     Switch(
         "backend",
-        "`cutlass`, `triton`, `auto`, `reference`",
-        "`cutlass`",
-        "What computes the experts: the engine's CUTLASS GEMMs, two Triton kernels a layer on regrouped weights wherever the "
-        "layer is supported, or per layer what the measured table shows to be faster. `reference` computes in float32, slowly "
-        "and without CUDA graphs, to compare outputs with.",
+        "`auto`, `cutlass`, `triton`, `reference`",
+        "`auto`",
+        "What computes the experts. `auto`: per layer, two Triton kernels on regrouped weights where a table measured on this "
+        "GPU shows them to be faster over the rows that this server sends, else CUTLASS. `cutlass`: the engine's GEMMs, on "
+        "weights as they are loaded. `triton`: the two kernels wherever a layer is supported. "
+        "`reference` computes in float32, slowly and without CUDA graphs, to compare outputs with.",
         _backend,
-        "cutlass",
+        "auto",
     ),
 )
 
@@ -130,7 +131,7 @@ class Settings:
     strict: bool = False
     patches: tuple[str, ...] | None = None
     allow_unknown_engine: bool = False
-    backend: str = "cutlass"
+    backend: str = "auto"
 
 
 def read(environ: Mapping[str, str] | None = None) -> Settings:

@@ -12,6 +12,8 @@ from types import ModuleType
 
 _PREFIX = "SGLANG_W4AFP8_"
 ENGINE, PLUGIN, CUTLASS, TRITON, AUTO, REFERENCE = "engine", "plugin", "cutlass", "triton", "auto", "reference"
+# Without it nothing but the engine's GEMMs computes the experts, whatever the backend's switch says.
+_BACKEND_PATCH = "two_kernels"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Arm:
     @property
     def computes(self) -> str | None:
         """What must compute the experts; None where the plugin may choose."""
+        if self.patches is not None and _BACKEND_PATCH not in self.patches:
+            return CUTLASS
         backend = self.backend or default_backend()
         return None if backend == AUTO else backend
 

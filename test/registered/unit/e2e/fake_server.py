@@ -32,7 +32,7 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4] / "python"))
 
-from sglang_w4afp8 import lifecycle, plugin
+from sglang_w4afp8 import lifecycle, plugin, switches
 
 STEP_S = {"engine": 0.0012, "plugin": 0.001}
 REQUANT = "_fp8_per_token_quant_to_per_tensor_quant_kernel"
@@ -52,7 +52,7 @@ def live_patches() -> tuple[str, ...]:
 LIVE = live_patches()
 RANKS = int(sys.argv[sys.argv.index("--tp-size") + 1]) if "--tp-size" in sys.argv else 1
 # Whoever may choose chooses Triton here.
-BACKEND = os.environ.get("SGLANG_W4AFP8_BACKEND", "cutlass").replace("auto", "triton")
+BACKEND = switches.read().backend.replace("auto", "triton") if "two_kernels" in LIVE else "cutlass"
 ARM = "plugin" if LIVE else "engine"
 GRAPH_TOKENS = int(os.environ.get("FAKE_GRAPH_TOKENS", "128"))
 

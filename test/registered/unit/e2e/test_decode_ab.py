@@ -295,6 +295,21 @@ def test_the_triton_arm_is_the_plugin_with_its_backend():
     environ = TRITON.environ({"SGLANG_W4AFP8_BACKEND": "auto", "PATH": "x"})
     assert environ == {"PATH": "x", "SGLANG_W4AFP8_STRICT": "1", "SGLANG_W4AFP8_BACKEND": "triton"}
     assert "SGLANG_W4AFP8_BACKEND" not in PLUGIN.environ({"SGLANG_W4AFP8_BACKEND": "auto"})
+    assert parse_arm("cutlass").environ({})["SGLANG_W4AFP8_BACKEND"] == "cutlass"
+
+
+def test_what_must_compute_the_experts_follows_from_the_plugins_default_and_the_patches():
+    """By default the plugin may choose; without the patch of the two kernels there is nothing to choose from."""
+    computes = {text: parse_arm(text).computes for text in ("plugin", "auto", "cutlass", "triton", "reference")}
+    assert computes == {
+        "plugin": None,
+        "auto": None,
+        "cutlass": "cutlass",
+        "triton": "triton",
+        "reference": "reference",
+    }
+    assert [parse_arm(text).computes for text in ("engine", "requant,expected_m")] == ["cutlass", "cutlass"]
+    assert parse_arm("expected_m,input_scales,two_kernels").computes is None
 
 
 @pytest.mark.parametrize(
@@ -303,7 +318,9 @@ def test_the_triton_arm_is_the_plugin_with_its_backend():
         (TRITON, ("triton", "triton"), []),
         (TRITON, ("triton", "cutlass"), ["first low-latency call by cutlass, must be by triton"]),
         (PLUGIN, ("cutlass",), []),
-        (PLUGIN, ("triton",), ["first low-latency call by triton, must be by cutlass"]),
+        (PLUGIN, ("triton", "triton"), []),
+        (PLUGIN, ("triton", "cutlass"), ["processes disagree on what computes the experts"]),
+        (Arm("silu", ("silu",)), ("triton",), ["first low-latency call by triton, must be by cutlass"]),
         (parse_arm("auto"), ("cutlass",), []),
         (parse_arm("auto"), ("cutlass", "triton"), ["processes disagree on what computes the experts"]),
         (parse_arm("cutlass"), ("triton",), ["first low-latency call by triton, must be by cutlass"]),
@@ -666,9 +683,10 @@ def test_ab_measures_proves_and_reports(bench):
         assert cell["engine_log_tokens_per_s"] > 0
     assert (cells["engine", 2]["patches"], cells["plugin", 2]["patches"]) == ("", ",".join(EVERY))
     assert len(cells["plugin", 2]["interval"]) == 2
-    # The fake trace is of one layer: four kernels of the chain of 5 us each without the plugin, three with it.
-    for arm, chain_us in (("engine", 20.0), ("plugin", 15.0)):
+    # The fake trace is of one layer: four kernels of the chain of 5 us each without the plugin, the two kernels with it.
+    for arm, backend, chain_us in (("engine", "cutlass", 20.0), ("plugin", "triton", 10.0)):
         cell = cells[arm, 3]
+        assert cell["backend"] == backend
         assert cell["us_per_moe_layer"]["chain"] == chain_us and cells[arm, 2]["us_per_moe_layer"] is None
         assert cell["share_of_step"]["chain"] == pytest.approx(4 * chain_us / (cell["tpot_ms"] * 1e3), abs=1e-4)
 
@@ -687,7 +705,8 @@ def test_ab_measures_proves_and_reports(bench):
     [
         ("silent", ("engine", "plugin"), "no activation line of the plugin"),
         ("live", ("engine", "plugin"), "engine was not what it says"),
-        ("kernels", ("engine", "plugin"), "silu is live, but the profile lacks _silu_and_mul_masked_quant_kernel"),
+        ("kernels", ("engine", "plugin"), "profile lacks _gate_up_kernel: the Triton backend did not run"),
+        ("kernels", ("engine", "cutlass"), "silu is live, but the profile lacks _silu_and_mul_masked_quant_kernel"),
         ("fewer", ("engine", "requant,expected_m"), "activation line with requant, must be requant, expected_m"),
     ],
 )
@@ -902,13 +921,14 @@ def _gpus(bench: Bench, count: int) -> None:
 )
 def test_every_rank_is_proved(bench, lie, status, message):
     _gpus(bench, 2)
-    done = bench.ab("--tp", 2, "--ep", 2, "--blocks", 1, "--rounds", 1, "--concurrency", 2, FAKE_LIE=lie)
+    words = ("--arms", "engine", "cutlass", "--tp", 2, "--ep", 2, "--blocks", 1, "--rounds", 1, "--concurrency", 2)
+    done = bench.ab(*words, FAKE_LIE=lie)
     assert (done.returncode, message in done.stderr) == (status, True), done.stderr
     assert (bench.root / "out.json").exists() == (status == 0)
     if status == 0:
         assert {(cell["tp"], cell["ep"], cell["padded_rows"]) for cell in bench.results()["cells"]} == {(2, 2, 512)}
         # Three kernels each: both ranks' are counted.
-        (path,) = (bench.root / "work").glob("decode-*/block0-plugin.json")
+        (path,) = (bench.root / "work").glob("decode-*/block0-cutlass.json")
         assert json.loads(path.read_text())["kernels"][REQUANT] == 2
     bench.assert_nothing_runs()
 
@@ -957,26 +977,41 @@ def test_two_ranks_compare_their_tokens_with_right_and_wrong_rows(bench):
 def test_equal_tokens_are_said_to_be_equal(bench):
     done = bench.run("equality", "--prompts", 6, "--input-len", 8, "--output-len", 12)
     assert done.returncode == 0, done.stderr
-    rows = ["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"]
-    assert [(line["arm"], line["env"][rows[0]]) for line in bench.journal] == [
-        ("engine", "512"),
-        ("plugin", "512"),
-        ("engine", "128"),
-        ("plugin", "128"),
+    rows, backend = "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK", "SGLANG_W4AFP8_BACKEND"
+    assert [(line["arm"], line["env"].get(backend), line["env"][rows]) for line in bench.journal] == [
+        ("engine", None, "512"),
+        ("plugin", None, "512"),
+        ("plugin", "reference", "512"),
+        ("engine", None, "128"),
+        ("plugin", None, "128"),
     ]
     # One command line for all: nothing but DeepEP's buffers and the arm may differ.
     flags = [[f for i, f in enumerate(line["flags"]) if line["flags"][i - 1] != "--port"] for line in bench.journal]
+    assert flags.pop(2) == [*flags[0], "--disable-cuda-graph"]
     assert all(other == flags[0] for other in flags) and flags[0][flags[0].index("--chunked-prefill-size") + 1] == "128"
     data = bench.results()
-    assert [cell["equal"] for cell in data["cells"]] == [6] * 12
+    assert {cell["equal"] for cell in data["cells"]} == {6}
+    # The plugin has chosen Triton here, so it is judged against the reference.
+    judged = [(cell["arm"], cell["against"], cell["padded_rows"]) for cell in data["cells"] if cell["judged"]]
+    assert judged == [("plugin", "reference", 512), ("plugin", "reference", 128)]
     assert data["meta"]["distinct_tokens"] > 60
+
+
+def test_where_the_engines_gemms_compute_every_pass_is_judged_against_the_engine(bench):
+    done = bench.run("equality", "--prompts", 6, "--input-len", 8, "--output-len", 12, "--arms", "cutlass")
+    assert done.returncode == 0, done.stderr
+    assert [line["env"].get("SGLANG_W4AFP8_BACKEND") for line in bench.journal] == [None, "cutlass"] * 2
+    cells = bench.results()["cells"]
+    assert [cell["equal"] for cell in cells] == [6] * 12
+    assert [cell["arm"] for cell in cells if cell["judged"]] == ["cutlass"] * 6
     bench.assert_nothing_runs()
 
 
 def test_other_tokens_are_a_failure(bench):
-    done = bench.run("equality", "--prompts", 4, "--output-len", 8, FAKE_WRONG_TOKENS="plugin")
+    words = ("--prompts", 4, "--output-len", 8, "--arms", "cutlass")
+    done = bench.run("equality", *words, FAKE_WRONG_TOKENS="plugin")
     assert done.returncode == 5, done.stderr
-    assert "plugin with 512 padded rows, one at a time: 4 of 4 prompts differ" in done.stderr
+    assert "cutlass with 512 padded rows, one at a time: 4 of 4 prompts differ" in done.stderr
 
 
 def test_the_engines_wrong_rows_are_shown_and_not_held_against_it(bench):
@@ -1004,7 +1039,7 @@ def test_the_triton_backend_is_judged_against_float_expert_layers(bench):
     assert judged == {("cutlass", "engine"), ("triton", "reference")}
 
 
-@pytest.mark.parametrize("arm, status", [("triton", 2), ("auto", 5)])
+@pytest.mark.parametrize("arm, status", [("triton", 2), ("auto", 5), ("plugin", 5)])
 def test_the_triton_backend_is_never_unjudged(bench, arm, status):
     """Named, it is refused before a server starts; chosen by the plugin, it is a fault of the comparison."""
     done = bench.run("equality", "--prompts", 2, "--output-len", 4, "--arms", arm)

@@ -18,7 +18,7 @@ register_cpu_ci(est_time=10, suite="base-a-test-cpu")
 
 def test_nothing_set_means_every_patch_and_no_strictness():
     assert switches.read({}) == Settings(
-        disable=False, strict=False, patches=None, allow_unknown_engine=False, backend="cutlass"
+        disable=False, strict=False, patches=None, allow_unknown_engine=False, backend="auto"
     )
 
 
@@ -60,7 +60,7 @@ def test_backend(text, value):
 @pytest.mark.parametrize("text", ["", "1", "trition", "cutlass,triton"])
 def test_backend_that_does_not_exist_is_refused(text):
     with pytest.raises(
-        SwitchError, match=f"^SGLANG_W4AFP8_BACKEND: is '{text}', must be one of cutlass, triton, auto, reference$"
+        SwitchError, match=f"^SGLANG_W4AFP8_BACKEND: is '{text}', must be one of auto, cutlass, triton, reference$"
     ):
         switches.read({"SGLANG_W4AFP8_BACKEND": text})
 
@@ -88,6 +88,7 @@ def test_report_tells_set_from_default():
     shown = switches.in_effect({"SGLANG_W4AFP8_PATCHES": "silu"})
     assert ("SGLANG_W4AFP8_PATCHES", "silu", True) in shown
     assert ("SGLANG_W4AFP8_STRICT", "0", False) in shown
+    assert ("SGLANG_W4AFP8_BACKEND", "auto", False) in shown
 
 
 def test_no_other_module_reads_a_switch():

@@ -1,6 +1,6 @@
 """The Triton backend of the expert layers: which layers get it, where their weights stand, and how every path is served.
 
-``SGLANG_W4AFP8_BACKEND`` says what is wanted; ``cutlass`` (the default) leaves everything here unused.
+``SGLANG_W4AFP8_BACKEND`` says what is wanted; ``auto`` is the default, ``cutlass`` leaves everything here unused.
 
 A layer's weights have one layout at a time. CUTLASS reads rows of nibbles as the checkpoint has them, the Triton kernels read
 contiguous tiles, and a second copy is out of the question, so a layer is served by one backend, chosen when its weights have

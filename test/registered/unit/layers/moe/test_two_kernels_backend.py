@@ -317,6 +317,13 @@ write_table((2, 1.01, 1.0), (9, 1.0, 1.0))
 result["gains nothing"] = regrouped(12)
 """
 
+# What a server does that nobody has told anything: two layers, by the table of this GPU or without one.
+DEFAULT = """
+two_kernels.capability = lambda device: CAPABILITY
+two_kernels._gpu_name = lambda device: GPU_NAME
+result["first layer"] = two_kernels.is_regrouped(process(new_layer()))
+"""
+
 NORMAL = """
 values = values_of(512, 128)
 T = 7
@@ -421,8 +428,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("stub"), {"sgl_kernel/__init__.py": SGL_KERNEL_DOUBLE})
 
 
-def run(stub: Path, code: str, backend: str = "triton") -> Process:
-    return run_script(LAYER + code, [stub], TRITON_INTERPRET="1", SGLANG_W4AFP8_BACKEND=backend)
+def run(stub: Path, code: str, backend: str | None = "triton", **environ: str) -> Process:
+    """The layer's script with a backend; None leaves it to the default."""
+    asked = {"SGLANG_W4AFP8_BACKEND": backend} if backend else {}
+    return run_script(LAYER + code, [stub], TRITON_INTERPRET="1", **asked, **environ)
 
 
 # --- low-latency calls ---
@@ -457,12 +466,46 @@ def test_the_log_says_once_what_serves_the_experts(low_latency):
 
 
 @pytest.mark.parametrize("backend", ["cutlass", "auto"])
-def test_the_same_layer_stays_with_cutlass_by_default_and_where_no_table_says_otherwise(stub, backend):
+def test_the_same_layer_stays_with_cutlass_if_asked_and_where_no_table_says_otherwise(stub, backend):
     done = run(stub, LOW_LATENCY, backend)
     assert done.result["regrouped"] is False
     assert done.result["gemms"] == 2
     assert done.result["fp8"] == [True] * 3
     assert len(done.lines("experts stay with CUTLASS: no table compares the backends")) == (backend == "auto")
+
+
+@pytest.mark.parametrize(
+    "capability, gpu, reason",
+    [
+        ((10, 0), "NVIDIA B200", "the weights are on a GPU of capability 10.0, not on Hopper"),
+        ((9, 0), "NVIDIA H100 80GB HBM3", "no table compares the backends at N 128, K 512"),
+    ],
+    ids=["unsupported", "no table"],
+)
+def test_by_default_such_a_server_starts_on_the_cutlass_chain_and_says_why_in_one_line(stub, capability, gpu, reason):
+    """In strict mode too: which backend serves a layer is no patch that could be missing."""
+    code = DEFAULT.replace("CAPABILITY", str(capability)).replace("GPU_NAME", repr(gpu)) + LOW_LATENCY
+    done = run(stub, code, None, SGLANG_W4AFP8_STRICT="1")
+    assert done.status == 0
+    assert (done.result["first layer"], done.result["regrouped"], done.result["gemms"]) == (False, False, 2)
+    assert done.result["fp8"] == [True] * 3
+    (line,) = done.lines("experts ")
+    assert line.startswith("INFO:") and line.endswith(f"sglang-w4afp8: experts stay with CUTLASS: {reason}")
+    assert done.lines("two_kernels_") == []  # nor a word about a file that most GPUs do not have
+    (call,) = done.lines("first low-latency call")
+    assert "backend=cutlass" in call
+
+
+def test_with_no_patch_for_the_two_kernels_the_default_leaves_everything_as_it_is(stub, tmp_path):
+    """A layer that the table would give to Triton: nothing is asked, and nothing is said."""
+    script = AUTO.partition('result["no table"]')[0].replace("FOLDER", repr(str(tmp_path)))
+    script += 'write_table((2, 1.0, 2.0), (9, 1.0, 1.5))\nresult["wins"] = regrouped(12)\n'
+    assert run(stub, script, None).result == {"wins": [32, 64]}
+    done = run(
+        stub, script, None, SGLANG_W4AFP8_PATCHES="requant,expected_m,silu,input_scales", SGLANG_W4AFP8_STRICT="1"
+    )
+    assert (done.status, done.result) == (0, {"wins": None})
+    assert done.lines("experts ") == []
 
 
 def test_the_reference_backend_is_exact_and_calls_no_kernel(stub):
@@ -566,8 +609,9 @@ def test_what_is_not_supported_stays_with_cutlass_and_is_said_once(stub):
     assert all("WARNING" in line for line in done.lines("experts stay with CUTLASS: "))
 
 
-def test_auto_regroups_what_the_table_shows_to_be_faster_at_the_servers_rows(stub, tmp_path):
-    found = run(stub, AUTO.replace("FOLDER", repr(str(tmp_path))), "auto").result
+@pytest.mark.parametrize("backend", ["auto", None])
+def test_auto_and_the_default_regroup_what_the_table_shows_to_be_faster_at_the_servers_rows(stub, tmp_path, backend):
+    found = run(stub, AUTO.replace("FOLDER", repr(str(tmp_path))), backend).result
     assert found == {
         "no table": None,
         "wins": [32, 64],
