@@ -372,10 +372,10 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         note=(
             "Greedy decoding of a small DeepSeek-V3 checkpoint with real weights on the real server, prompts one at a time, "
             "against the engine where its grouped GEMM is right (padded rows a multiple of 512), and against float32 expert "
-            "layers (`reference`), which whoever rounds otherwise than the engine is judged by, on the prompts that both servers "
-            "prefill alike (in a CUDA graph or not). A near tie is a first "
-            "difference where the reference's two best log-probabilities are hardly apart; gap: how far at most, where tokens "
-            "differ; gaps off: by how much both servers' gaps differ before that, root mean square."
+            "layers (`reference`), which whoever rounds otherwise than the engine is judged by, on the prompts that both "
+            "servers prefill alike (in a CUDA graph or not). A near tie is a first difference where the reference's two best "
+            "log-probabilities are hardly apart; gap: how far at most, where tokens differ; gaps off: by how much both "
+            "servers' gaps differ before that, root mean square."
         ),
         group_by=("arm", "backend", "padded_rows", "against"),
         columns=(

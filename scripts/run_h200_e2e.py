@@ -41,7 +41,7 @@ E2E = ROOT / "benchmark" / "e2e"
 sys.path.insert(0, str(E2E))
 
 from harness import report  # noqa: E402
-from harness.server import LaunchOptions  # noqa: E402
+from harness.server import MODEL_ROUTING, ROUTING_SWITCHES, LaunchOptions  # noqa: E402
 
 from make_synthetic_checkpoint import ModelSpec  # noqa: E402
 from model_memory import layers_that_fit  # noqa: E402
@@ -361,7 +361,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--dispatch-tokens", type=int, help="DeepEP tokens per rank of the A/B, whatever the requests")
     parser.add_argument("--mem-fraction", type=float, default=0.7)
-    parser.add_argument("--routing", choices=("model", "uniform"), help="default: uniform for dummy weights")
+    parser.add_argument(
+        "--routing", choices=(MODEL_ROUTING, *ROUTING_SWITCHES), help="default: uniform for dummy weights"
+    )
     parser.add_argument("--equality-experts", type=int, default=64)
     parser.add_argument("--equality-arms", nargs="+", default=["plugin", "reference"], help="see equality.py")
     parser.add_argument("--layer-arms", nargs="+", default=["engine", "cutlass", "triton"])

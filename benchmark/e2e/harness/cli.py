@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from harness import report
-from harness.server import LAUNCH, MODEL_ROUTING, UNIFORM_ROUTING, LaunchOptions, parse_command, split_flags
+from harness.server import (
+    LAUNCH,
+    MODEL_ROUTING,
+    ROUTING_SWITCHES,
+    UNIFORM_ROUTING,
+    LaunchOptions,
+    parse_command,
+    split_flags,
+)
 
 FAILED, USAGE, INCOMPLETE, NOT_PROVED = 1, 2, 3, 4
 
@@ -97,7 +107,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--load-format", default="auto", help="auto, or dummy for random weights without files")
     group.add_argument(
         "--routing",
-        choices=(MODEL_ROUTING, UNIFORM_ROUTING),
+        choices=(MODEL_ROUTING, *ROUTING_SWITCHES),
         help="default: uniform for dummy weights, whose router sends every token to the same few experts",
     )
     group.add_argument("--tp", type=int, default=1)
@@ -137,13 +147,36 @@ def check_fits(options: LaunchOptions, model: Model) -> None:
     check_gpus("tp", options.tp)
 
 
+def check_routing(routing: str) -> None:
+    """Whether the installed engine has the switch of this routing: it ignores variables that it does not know.
+
+    Raises:
+        ValueError: it has not; the message begins with the option's name.
+    """
+    switch, engine = ROUTING_SWITCHES.get(routing), importlib.util.find_spec("sglang")
+    if switch is None or engine is None or engine.origin is None:
+        return
+    variables = Path(engine.origin).parent / "srt" / "environ.py"
+    if variables.is_file() and not re.search(rf"^\s*{switch}\b", variables.read_text(), re.MULTILINE):
+        raise ValueError(
+            f"routing: is {routing!r}, must be {MODEL_ROUTING!r}: sglang {report.version('sglang')} has no {switch}"
+        )
+
+
 def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **change: Any) -> LaunchOptions:
-    """The options that the arguments say."""
+    """The options that the arguments say.
+
+    Raises:
+        ValueError: they cannot be served; the message begins with the option's name.
+    """
+    routing = args.routing or (UNIFORM_ROUTING if args.load_format == "dummy" else MODEL_ROUTING)
+    if args.launch_command == LAUNCH:  # another command may start another engine
+        check_routing(routing)
     options = LaunchOptions(
         model_path=str(args.model_path),
         concurrencies=tuple(sorted(concurrencies)),
         load_format=args.load_format,
-        routing=args.routing or (UNIFORM_ROUTING if args.load_format == "dummy" else MODEL_ROUTING),
+        routing=routing,
         tp=args.tp,
         ep=args.ep,
         dp=args.dp,

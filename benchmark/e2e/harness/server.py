@@ -31,8 +31,12 @@ RIGHT_ROWS = 512
 DISPATCH_STEP = 128
 # The engine's dispatcher refuses a larger cap.
 LARGEST_DISPATCH = 1024
-MODEL_ROUTING, UNIFORM_ROUTING = "model", "uniform"
-_UNIFORM_SWITCH = "SGLANG_SIMULATE_UNIFORM_EXPERTS"
+MODEL_ROUTING, UNIFORM_ROUTING, ROUND_ROBIN_ROUTING = "model", "uniform", "round-robin"
+# The engine's own switches, which replace what the router says.
+ROUTING_SWITCHES = {
+    UNIFORM_ROUTING: "SGLANG_SIMULATE_UNIFORM_EXPERTS",
+    ROUND_ROBIN_ROUTING: "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
+}
 _HOST = "127.0.0.1"
 # The engine looks for a finished drain every five seconds.
 _TERM_SECONDS = 10.0
@@ -50,7 +54,8 @@ class LaunchOptions:
     Attributes:
         model_path: directory of the checkpoint, or of its ``config.json`` with ``load_format="dummy"``.
         concurrencies: batch sizes that will be decoded; each gets a CUDA graph.
-        routing: ``model``: as the router says; ``uniform``: every expert alike, through the engine's own switch.
+        routing: ``model``: as the router says; through the engine's own switches, ``uniform``: every token draws its experts,
+            and ``round-robin``: every token takes the ones after those of the token before it.
         tp, ep, dp: tensor, expert and (attention) data parallel size. With DeepEP the engine makes ``ep`` what ``tp`` is.
         dispatch_tokens: tokens that a rank may dispatch at once; DeepEP pads to ``dispatch_tokens * ep`` rows. None:
             as many as the largest batch needs, rounded up so that padded rows are a multiple of 512.
@@ -162,12 +167,13 @@ class LaunchOptions:
     def environ(self, arm: Arm) -> dict[str, str]:
         """The environment of an arm's server."""
         environ = {**arm.environ(), "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK": str(self.rank_tokens)}
-        environ.pop(_UNIFORM_SWITCH, None)
-        return {**environ, _UNIFORM_SWITCH: "1"} if self.routing == UNIFORM_ROUTING else environ
+        for switch in ROUTING_SWITCHES.values():
+            environ.pop(switch, None)
+        return {**environ, ROUTING_SWITCHES[self.routing]: "1"} if self.routing in ROUTING_SWITCHES else environ
 
     def shown(self, arm: Arm) -> str:
         """The command as a user would type it, without folders of this machine."""
-        shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", "SGLANG_JIT_DEEPGEMM", _UNIFORM_SWITCH)
+        shown = ("SGLANG_W4AFP8_", "SGLANG_DEEPEP_NUM_MAX", "SGLANG_JIT_DEEPGEMM", *ROUTING_SWITCHES.values())
         ours = {key: value for key, value in self.environ(arm).items() if key.startswith(shown)}
         words = [
             Path(word).name if word.startswith("/") else word

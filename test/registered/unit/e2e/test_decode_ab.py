@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -35,7 +36,7 @@ import decode_ab  # noqa: E402
 import equality  # noqa: E402
 import expert_layer  # noqa: E402
 import soak  # noqa: E402
-from harness import client, evidence, paired, report  # noqa: E402
+from harness import cli, client, evidence, paired, report  # noqa: E402
 from harness.arms import Arm, parse_arm  # noqa: E402
 from harness.cli import Journal, Model, add_server_arguments, launch_options  # noqa: E402
 from harness.server import LaunchOptions  # noqa: E402
@@ -90,19 +91,37 @@ def test_dummy_weights_are_served_with_uniform_routing(monkeypatch):
     """Their router sends every token to the same experts: the engine's own switch spreads them."""
     parser = argparse.ArgumentParser()
     add_server_arguments(parser)
-    monkeypatch.setenv("SGLANG_SIMULATE_UNIFORM_EXPERTS", "1")  # the caller's does not count
+    switches = {"uniform": "SGLANG_SIMULATE_UNIFORM_EXPERTS", "round-robin": "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS"}
+    for switch in switches.values():
+        monkeypatch.setenv(switch, "1")  # the caller's does not count
     for words, routing in (
         (["--load-format", "dummy"], "uniform"),
         ([], "model"),
         (["--load-format", "dummy", "--routing", "model"], "model"),
         (["--routing", "uniform"], "uniform"),
+        (["--load-format", "dummy", "--routing", "round-robin"], "round-robin"),
     ):
         options = launch_options(parser.parse_args(["--model-path", "m", *words]), [8])
         assert options.routing == routing
         environ = options.environ(ENGINE)
-        assert environ.get("SGLANG_SIMULATE_UNIFORM_EXPERTS") == ("1" if routing == "uniform" else None)
+        assert [name for name, switch in switches.items() if environ.get(switch)] == [routing] * (routing != "model")
     environment = pytest.importorskip("sglang.srt.environ", reason="needs the engine's environment variables")
-    assert hasattr(environment.envs, "SGLANG_SIMULATE_UNIFORM_EXPERTS")
+    assert all(hasattr(environment.envs, switch) for switch in switches.values())
+
+
+def test_an_engine_without_the_routings_switch_is_refused(monkeypatch, tmp_path):
+    """It would ignore the variable, and the results would name a routing that nobody had."""
+    (tmp_path / "srt").mkdir()
+    variables = tmp_path / "srt" / "environ.py"
+    variables.write_text("class Envs:\n    SGLANG_SIMULATE_UNIFORM_EXPERTS = EnvBool(False)\n")
+    found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: found)
+    cli.check_routing("uniform")
+    cli.check_routing("model")
+    with pytest.raises(
+        ValueError, match="^routing: is 'round-robin', must be 'model': sglang .* has no SGLANG_SIMULATE_ROUND"
+    ):
+        cli.check_routing("round-robin")
 
 
 def test_the_engine_knows_every_flag():
