@@ -4,6 +4,7 @@
     python3 benchmark/two_kernels.py --out benchmark/results/h200/two_kernels.json
     python3 benchmark/two_kernels.py --kernel-library .../common_ops.abi3.so --kernel-version 0.4.5 --out out.json
     python3 benchmark/two_kernels.py --out out.json --table python/sglang_w4afp8/configs   # and write the tuned table
+    python3 benchmark/two_kernels.py --out out.json --shipped                              # what servers launch, no search
     python3 benchmark/two_kernels.py --out out.json --accuracy                             # errors, not times
     python3 benchmark/two_kernels.py --out out.json --prefill                              # what regrouped weights cost prefill
 
@@ -16,6 +17,9 @@ Three steps, each of which goes on where an interrupted run stopped:
 
 The floor is the time to read the live experts' weights and scales at the speed of a plain stream over memory, measured in the
 same run. The layer's result is compared with a float64 reference over sampled rows, and so are the chains'.
+
+``--shipped`` leaves the search out and times the launches of the tuned table as a server takes them: with another Triton than
+the one that tuned it, say.
 
 ``--accuracy`` compares the errors of the three over payloads, weights and static scales of several kinds, some of them made to
 hurt, and keeps them in a file beside (``two_kernels_accuracy.json``).
@@ -559,25 +563,37 @@ def run_search(
     return done
 
 
+def shipped_table(options: argparse.Namespace) -> dict[tuple[int, int, int], ShapeLaunches]:
+    """What a server on this GPU takes for the planned experts.
+
+    Raises:
+        SystemExit: the GPU's tuned file has no launches of these sizes.
+    """
+    table = {}
+    for experts in options.experts:
+        shape = grouped_gemm_table.shape_launches(tuned_config.gpu_name(), options.inner, options.hidden, experts)
+        if shape is None:
+            raise SystemExit(
+                f"two_kernels: no tuned file has launches at N {options.inner}, K {options.hidden} on this GPU"
+            )
+        table[options.inner, options.hidden, experts] = shape
+    return table
+
+
 def run_measurement(
     options: argparse.Namespace,
     meta: Mapping[str, Any],
     layer: moe_layer.Layer,
     regrouped: Regrouped,
     kernel: Callable[..., Any],
-    searched: Sequence[Result],
+    table: Mapping[tuple[int, int, int], ShapeLaunches],
 ) -> list[Result]:
-    """The planned cells with the launches that the search speaks for; one measured with others before is done again."""
+    """The planned cells with the launches of a table; one measured with others before is done again."""
     done = read_done(options.out, meta).get("cells", [])
-    table = make_table(searched, ())
     bandwidth = stream_bandwidth(torch.device("cuda"))
     for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="two_kernels", disable=None):
         key = key_of(cell, options)
-        pair = next(
-            pair
-            for pair in table[options.inner, options.hidden, cell.experts].pairs
-            if pair.expected_m == cell.expected_m()
-        )
+        pair = table[options.inner, options.hidden, cell.experts].at(cell.expected_m())
         wanted = {**key, "gate_up": dict(pair.gate_up.__dict__), "down": dict(pair.down.__dict__)}
         if _matching(done, wanted):
             continue
@@ -613,6 +629,9 @@ def main() -> int:
     parser.add_argument(
         "--table", type=Path, metavar="FOLDER", help="write the tuned table for servers into this folder"
     )
+    parser.add_argument(
+        "--shipped", action="store_true", help="no search: time what the tuned table has a server launch"
+    )
     parser.add_argument("--accuracy", action="store_true", help="errors against float64 instead of times")
     parser.add_argument(
         "--prefill", action="store_true", help="plain products over many rows against the engine's kernel"
@@ -625,6 +644,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="mean live rows per expert")
     parser.add_argument("--repeats", type=int, default=9, help="timed turns of each arm")
     options = parser.parse_args()
+    if options.shipped and (options.wide or options.search or options.table):
+        parser.error("shipped: searches nothing, so it must stand without --wide, --search and --table")
     if not torch.cuda.is_available():
         print("two_kernels: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
@@ -638,8 +659,11 @@ def main() -> int:
         return 0 if run_accuracy(options, meta, kernel) else 1
     layer = moe_layer.Layer(max(options.experts), moe_layer.PADDED, options.hidden, options.inner, "cuda")
     regrouped = Regrouped(layer)
+    if options.shipped:
+        run_measurement(options, meta, layer, regrouped, kernel, shipped_table(options))
+        return 0
     searched = run_search(options, meta, layer, regrouped)
-    measured = run_measurement(options, meta, layer, regrouped, kernel, searched)
+    measured = run_measurement(options, meta, layer, regrouped, kernel, make_table(searched, ()))
     if options.table is not None:
         print(write_table(options.table, make_table(searched, measured), version))
     return 0

@@ -694,6 +694,45 @@ def toolchain_turns_section(results: Path = RESULTS) -> str:
     return markdown_table(headings, rows)
 
 
+def two_kernel_toolchains_section(results: Path = RESULTS) -> str:
+    """A layer in two kernels with a second Triton beside the first, and our CUTLASS chain in the same run of each."""
+    paths = [results / "h200" / f"two_kernels_shipped{suffix}.json" for suffix in _TRITONS]
+    if not all(path.is_file() for path in paths):
+        return "Not measured yet.\n"
+    contents = [json.loads(path.read_text()) for path in paths]
+    one, other = (content["meta"]["triton"] for content in contents)
+    if one == other:
+        raise RenderError(f"{results}/h200: both files of the two kernels are of Triton {one}")
+    shapes: list[dict[tuple[int, int], list[Cell]]] = []
+    for content in contents:
+        found: dict[tuple[int, int], list[Cell]] = {}
+        for cell in content["cells"]:
+            found.setdefault((cell["experts"], cell["rows"]), []).append(cell)
+        shapes.append(found)
+
+    def mean(cells: Sequence[Cell], column: str) -> float:
+        return geometric_mean([cell[column] for cell in cells])
+
+    rows = []
+    for experts, count in sorted(set(shapes[0]) & set(shapes[1])):
+        both = [found[experts, count] for found in shapes]
+        times = [mean(cells, "triton_us") for cells in both]
+        ahead = [geometric_mean([c["cutlass_us"] / c["triton_us"] for c in cells]) for cells in both]
+        least = [min(c["cutlass_us"] / c["triton_us"] for c in cells) for cells in both]
+        rows.append(
+            [
+                str(experts),
+                str(count),
+                *(f"{us:.0f}" for us in times),
+                f"{times[1] / times[0]:.3f}",
+                *(f"{mine:.2f} ({worst:.2f})" for mine, worst in zip(ahead, least, strict=True)),
+            ]
+        )
+    headings = ["experts", "rows", f"{one}, us", f"{other}, us", f"{other} / {one}"]
+    headings += [f"CUTLASS / two kernels, {version} (lowest)" for version in (one, other)]
+    return markdown_table(headings, rows, "---:")
+
+
 def patches_section() -> str:
     rows = [
         [
@@ -739,6 +778,7 @@ SECTIONS: Mapping[str, Callable[[], str]] = {
     "expectations": expectations_section,
     "toolchains": toolchains_section,
     "toolchain turns": toolchain_turns_section,
+    "two kernel toolchains": two_kernel_toolchains_section,
 }
 
 

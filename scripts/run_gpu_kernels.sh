@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that is measured or checked on a GPU without a server, in stages that can be run one by one and go on where they
 # stopped. Results land in the folder given; copy them to benchmark/results/<gpu>/ (tuned files to python/sglang_w4afp8/configs).
-#   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer two sanitize fuzz demo
+#   scripts/run_gpu_kernels.sh OUT STAGE...      stages: unit tune bench gemm layer two shipped sanitize fuzz demo
 # Environment: KERNEL_LIBRARY and KERNEL_VERSION, where sgl_kernel is not installed (its common_ops library and version);
 #              TAG, appended to the names of the results (a second toolchain, say);
 #              TUNE_SECONDS, after which tuning stops with what it has.
@@ -49,6 +49,9 @@ stage_layer() {
 stage_two() {
   local command=(python3 benchmark/two_kernels.py "${library[@]}" --out "$out/two_kernels$tag.json")
   "${command[@]}" --table "$out" ${TWO_ARGUMENTS:-} && "${command[@]}" --accuracy
+}
+stage_shipped() { # what servers launch of the two kernels, by the Triton that runs
+  python3 benchmark/two_kernels.py "${library[@]}" --shipped --out "$out/two_kernels_shipped$tag.json" ${TWO_ARGUMENTS:-}
 }
 stage_sanitize() {
   local tool log failed=0

@@ -69,6 +69,40 @@ def test_few_experts_may_have_narrow_tiles():
     assert {launch.block_n for launch in bench.candidates(8, True, experts=8)} == {64, 128}
 
 
+def test_a_run_of_the_shipped_table_measures_what_servers_launch(monkeypatch, tmp_path):
+    """Every planned cell, with the launches of the nearest estimate that was tuned, and nothing is searched."""
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "NVIDIA H200")
+    monkeypatch.setattr(bench, "stream_bandwidth", lambda device: 4e6)
+    options = SimpleNamespace(
+        experts=[64, 256], rows=[1, 100], hidden=7168, inner=2048, repeats=3, out=tmp_path / "o.json"
+    )
+    measured = []
+
+    def measure_cell(layer, regrouped, cell, kernel, launches, repeats, bandwidth):
+        measured.append((cell.experts, cell.expected_m(), launches))
+        return dict(zip(bench.GEMMS, (dict(launch.__dict__) for launch in launches), strict=True))
+
+    monkeypatch.setattr(bench, "measure_cell", measure_cell)
+    table = bench.shipped_table(options)
+    bench.run_measurement(options, META, None, None, None, table)
+    assert {(experts, estimate) for experts, estimate, _ in measured} == {(e, m) for e in (64, 256) for m in (2, 101)}
+    for experts, estimate, launches in measured:
+        shape = table[2048, 7168, experts]
+        assert launches == grouped_gemm_table.launches("NVIDIA H200", 2048, 7168, experts, shape.block_ns, estimate)
+    bench.run_measurement(options, META, None, None, None, table)
+    assert len(measured) == len(bench.plan(options.experts, options.rows))  # none again
+    with pytest.raises(SystemExit, match="no tuned file has launches at N 2048, K 640 on this GPU"):
+        bench.shipped_table(SimpleNamespace(experts=[64], hidden=640, inner=2048))
+
+
+@pytest.mark.parametrize("flags", [["--wide"], ["--search", "s.json"], ["--table", "folder"]])
+def test_the_shipped_table_is_not_measured_while_searching(monkeypatch, capsys, flags):
+    monkeypatch.setattr(sys, "argv", ["two_kernels.py", "--out", "o.json", "--shipped", *flags])
+    with pytest.raises(SystemExit) as stopped:
+        bench.main()
+    assert stopped.value.code == 2 and "shipped: searches nothing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("rows", bench.PREFILL_ROWS)
 def test_what_prefill_takes_is_timed_first_and_once(rows):
     for block_n in grouped_gemm_table.RULE_BLOCK_NS:

@@ -345,6 +345,32 @@ def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_pa
         renderer.toolchains_section(tmp_path)
 
 
+def test_the_two_kernels_are_compared_with_both_toolchains(renderer: ModuleType, tmp_path: Path) -> None:
+    assert renderer.two_kernel_toolchains_section(tmp_path) == "Not measured yet.\n"
+    (tmp_path / "h200").mkdir()
+
+    def save(suffix: str, triton: str, times: dict[int, tuple[float, float]]) -> None:
+        cells = [
+            {"experts": 64, "rows": rows, "routing": routing, "triton_us": us, "cutlass_us": 600.0}
+            for rows, by_routing in times.items()
+            for routing, us in zip(("even", "random"), by_routing, strict=True)
+        ]
+        content = {"meta": META | {"triton": triton}, "cells": cells}
+        (tmp_path / "h200" / f"two_kernels_shipped_{suffix}.json").write_text(json.dumps(content))
+
+    save("triton36", "1.0", {1: (400.0, 400.0), 8: (500.0, 500.0)})
+    # The row count that one of the runs lacks is left out.
+    save("triton38", "2.0", {1: (400.0, 625.0)})
+    section = renderer.two_kernel_toolchains_section(tmp_path)
+    assert section.splitlines()[0].startswith(
+        "| experts | rows | 1.0, us | 2.0, us | 2.0 / 1.0 | CUTLASS / two kernels, 1.0"
+    )
+    assert section.splitlines()[2:] == ["| 64 | 1 | 400 | 500 | 1.250 | 1.50 (1.50) | 1.20 (0.96) |"]
+    save("triton38", "1.0", {1: (400.0, 500.0)})
+    with pytest.raises(renderer.RenderError, match="both files of the two kernels are of Triton 1.0"):
+        renderer.two_kernel_toolchains_section(tmp_path)
+
+
 def test_two_toolchains_in_turns_are_told_from_two_runs_of_one(renderer: ModuleType, tmp_path: Path) -> None:
     assert renderer.toolchain_turns_section(tmp_path) == "Not measured yet.\n"
     (tmp_path / "h200").mkdir()
