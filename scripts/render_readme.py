@@ -703,29 +703,17 @@ def two_kernel_toolchains_section(results: Path = RESULTS) -> str:
     one, other = (content["meta"]["triton"] for content in contents)
     if one == other:
         raise RenderError(f"{results}/h200: both files of the two kernels are of Triton {one}")
-    shapes: list[dict[tuple[int, int], list[Cell]]] = []
-    for content in contents:
-        found: dict[tuple[int, int], list[Cell]] = {}
-        for cell in content["cells"]:
-            found.setdefault((cell["experts"], cell["rows"]), []).append(cell)
-        shapes.append(found)
-
-    def mean(cells: Sequence[Cell], column: str) -> float:
-        return geometric_mean([cell[column] for cell in cells])
-
+    shapes = [report.by_shape(content["cells"], "hidden") for content in contents]
     rows = []
-    for experts, count in sorted(set(shapes[0]) & set(shapes[1])):
-        both = [found[experts, count] for found in shapes]
-        times = [mean(cells, "triton_us") for cells in both]
-        ahead = [geometric_mean([c["cutlass_us"] / c["triton_us"] for c in cells]) for cells in both]
-        least = [min(c["cutlass_us"] / c["triton_us"] for c in cells) for cells in both]
+    for shape in sorted(set(shapes[0]) & set(shapes[1])):
+        both = [found[shape] for found in shapes]
+        ahead = [[cell["cutlass_us"] / cell["triton_us"] for cell in cells] for cells in both]
         rows.append(
             [
-                str(experts),
-                str(count),
-                *(f"{us:.0f}" for us in times),
-                f"{times[1] / times[0]:.3f}",
-                *(f"{mine:.2f} ({worst:.2f})" for mine, worst in zip(ahead, least, strict=True)),
+                *map(str, shape[1:]),
+                *(f"{geometric_mean([cell['triton_us'] for cell in cells]):.0f}" for cells in both),
+                f"{report.quotient(*both, 'triton_us'):.3f}",
+                *(f"{geometric_mean(factors):.2f} ({min(factors):.2f})" for factors in ahead),
             ]
         )
     headings = ["experts", "rows", f"{one}, us", f"{other}, us", f"{other} / {one}"]

@@ -223,16 +223,8 @@ class Run:
         for tokens, concurrency in self.loads():
             words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
             words += ["--model-name", f"deepseek-v3-{self.depth}l-{experts}e", "--out", self.decode]
-            words += [
-                "--mode",
-                args.mode,
-                "--arms",
-                *args.arms,
-                "--concurrency",
-                *concurrency,
-                "--dispatch-tokens",
-                tokens,
-            ]
+            words += ["--mode", args.mode, "--arms", *args.arms]
+            words += ["--concurrency", *concurrency, "--dispatch-tokens", tokens]
             words += ["--blocks", args.blocks, "--rounds", args.rounds, "--time-limit", f"{self.left_s:.0f}"]
             status = self.tool(E2E / "decode_ab.py", *words, *self.serving())
             if status:

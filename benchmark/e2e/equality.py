@@ -23,7 +23,7 @@ An arm that is served by the Triton backend rounds less often than the engine, s
 tokens must be equal but where the two best log-probabilities of the float server are closer than ``--float-tie``, and the gap
 between those two must not be further off (root mean square) than the engine's is. How far the engine is from it is shown.
 
-The float server has no CUDA graphs, the others prefill in one where a prompt nearly fills it, and that alone changes
+The float server has no CUDA graphs, the others prefill in one where a prompt fills half of it or more, and that alone changes
 log-probabilities, of the engine's as of ours. So only prompts that both sides have prefilled alike are compared with it; the
 server's log says which (all are where it does not say).
 
@@ -43,7 +43,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +89,6 @@ class Outputs:
     gaps: list[list[float]]
     backend: str = CUTLASS
     graph_prefills: list[bool] | None = None
-
-    def only(self, prompts: Sequence[int]) -> Outputs:
-        """The first pass of some prompts."""
-        tokens = {SINGLE: [self.tokens[SINGLE][index] for index in prompts]}
-        return replace(self, tokens=tokens, gaps=[self.gaps[index] for index in prompts], graph_prefills=None)
 
 
 @dataclass(frozen=True)
@@ -196,13 +191,14 @@ def decode_all(
     with Server(arm, options, log).start() as server:
         server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{arm.name}: starting"))
         tokens, gaps = asyncio.run(_decode(server, prompts, length))
-        seen = evidence.read_log(server.log_text())
+        said = server.log_text()
+    seen = evidence.read_log(said)
     problems = evidence.check_log(arm, seen, options.tp)
     if problems:
         raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
     clock.spent("server", time.monotonic() - begin)
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
-    graphs = evidence.graph_prefills(server.log_text(), [len(prompt) for prompt in prompts])
+    graphs = evidence.graph_prefills(said, [len(prompt) for prompt in prompts])
     outputs = Outputs(arm.name, options.padded_rows, live, tokens, gaps, evidence.computed_by(arm, seen), graphs)
     journal.save(name, asdict(outputs))
     return outputs
@@ -224,9 +220,10 @@ def judge(
     exact = next((other for other in others if other.backend == REFERENCE), None)
 
     def from_exact(other: Outputs) -> Difference:
-        prompts = prefilled_alike(exact, other)
-        mine, theirs = exact.only(prompts), other.only(prompts)
-        return compare_tokens(mine.tokens[SINGLE], theirs.tokens[SINGLE], mine.gaps, float_tie, theirs.gaps)
+        alike = prefilled_alike(exact, other)
+        sides = (exact.tokens[SINGLE], other.tokens[SINGLE], exact.gaps, other.gaps)
+        mine, theirs, gaps, others_gaps = ([side[index] for index in alike] for side in sides)
+        return compare_tokens(mine, theirs, gaps, float_tie, others_gaps)
 
     engines = from_exact(reference).gap_rms if exact is not None else None
     repeats = compare_tokens(reference.tokens[BATCH], reference.tokens[REPEAT])

@@ -253,7 +253,7 @@ _PREFILL = re.compile(
 def graph_prefills(log: str, lengths: Sequence[int]) -> list[bool] | None:
     """Whether each of these prompts, sent one after the other, was prefilled in a CUDA graph; None if the log does not say.
 
-    Only prompts that nearly fill a captured size are: the engine serves others eagerly, whatever its flags.
+    Only prompts that fill half of a captured size or more are; the engine prefills others eagerly.
     """
     seen = [(int(m["prompts"]), int(m["tokens"]), m["graph"] == "True") for m in _PREFILL.finditer(log)]
     wanted = [(1, length) for length in lengths]

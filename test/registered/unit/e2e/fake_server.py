@@ -98,7 +98,7 @@ class FakeServer:
         self.first_call_logged = True
 
     def prefills_in_graph(self, tokens: int) -> bool:
-        """Like the engine: a prompt that nearly fills a captured size."""
+        """Like the engine: a prompt that fills enough of a captured size."""
         return tokens >= GRAPH_TOKENS and not self.args.disable_cuda_graph
 
     def tokens(self, prompt: list[int], count: int) -> list[int]:

@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import itertools
 import json
+import lzma
 import math
 import os
 import signal
@@ -28,6 +29,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=170, suite="base-a-test-cpu")
 
 REPO = Path(__file__).resolve().parents[4]
+RESULTS = REPO / "benchmark" / "results" / "h200"
 E2E = REPO / "benchmark" / "e2e"
 FAKE = Path(__file__).with_name("fake_server.py")
 sys.path[:0] = [str(E2E), str(REPO / "scripts")]
@@ -1106,6 +1108,18 @@ def test_only_prompts_prefilled_alike_are_compared_with_the_float_reference(mine
     (cell,) = [cell for cell in cells if (cell["arm"], cell["against"]) == ("auto", "reference")]
     assert cell["prompts"] == prompts
     assert [f.partition(" where")[0] for f in faults] == ([fault] if fault else [])
+
+
+def test_the_committed_comparison_is_what_the_servers_tokens_say():
+    """Recorded on the real server; with the prompts that were not prefilled alike, Triton would be at fault there."""
+    results = json.loads((RESULTS / "e2e_equality.json").read_text())
+    recorded = json.loads(lzma.decompress((RESULTS / "e2e_equality_outputs.json.xz").read_bytes()))
+    outputs = [equality.Outputs(**server) for server in recorded]
+    ties = results["meta"]["near_tie"], results["meta"]["float_tie"]
+    assert equality.judge(outputs[0], outputs[1:], *ties) == (results["cells"], results["meta"]["faults"])
+    unaware = [dataclasses.replace(server, graph_prefills=None) for server in outputs]
+    _, faults = equality.judge(unaware[0], unaware[1:], *ties)
+    assert len(faults) == 4 and all("2 of 64 prompts differ from the float reference" in fault for fault in faults)
 
 
 def test_only_first_differences_count_and_near_ties_are_apart():
