@@ -360,7 +360,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         note=(
             "Tokens per second of a server with the plugin against the same server without it, DeepSeek-V3 sizes with few "
             "layers on one GPU and real DeepEP; gain in percent with its 95% interval. Few layers carry the whole LM head, so "
-            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3."
+            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3. The servers ran "
+            "Triton 3.6; engines bring newer ones, see the comparison of toolchains below."
         ),
         group_by=("model", "engine", "routing", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,
@@ -388,6 +389,17 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             Column("judged", lambda cells: "yes" if cells[0]["judged"] else "no"),
         ),
         where={"pass": ("one at a time",)},
+    ),
+    ResultTable(
+        title="Decoding over two GPUs",
+        file="h200x2/e2e_decode.json",
+        note=(
+            "The same with expert parallelism over two GPUs, 256 experts and as many layers as fit; by requests at once. One "
+            "start of each arm, so no verdict: the interval says nothing of how two starts differ."
+        ),
+        group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
+        columns=_DECODE_COLUMNS,
+        where=_DECODE_ARMS,
     ),
     ResultTable(
         title="Decoding over four GPUs",
@@ -588,6 +600,8 @@ _TWICE = (
 )
 # Both of one session and launch table; the files without a suffix are measured again whenever launches change.
 _TRITONS = ("_triton36", "_triton38")
+# Of the two kernels, which are what a server computes with by default: every Triton that a supported engine brings.
+_SHIPPED_TRITONS = ("_triton36", "_triton37", "_triton38")
 
 
 def toolchains_section(results: Path = RESULTS) -> str:
@@ -695,29 +709,30 @@ def toolchain_turns_section(results: Path = RESULTS) -> str:
 
 
 def two_kernel_toolchains_section(results: Path = RESULTS) -> str:
-    """A layer in two kernels with a second Triton beside the first, and our CUTLASS chain in the same run of each."""
-    paths = [results / "h200" / f"two_kernels_shipped{suffix}.json" for suffix in _TRITONS]
-    if not all(path.is_file() for path in paths):
+    """A layer in two kernels with each Triton that was measured, and our CUTLASS chain in the same run of each."""
+    paths = [results / "h200" / f"two_kernels_shipped{suffix}.json" for suffix in _SHIPPED_TRITONS]
+    contents = [json.loads(path.read_text()) for path in paths if path.is_file()]
+    if len(contents) < 2:
         return "Not measured yet.\n"
-    contents = [json.loads(path.read_text()) for path in paths]
-    one, other = (content["meta"]["triton"] for content in contents)
-    if one == other:
-        raise RenderError(f"{results}/h200: both files of the two kernels are of Triton {one}")
-    shapes = [report.by_shape(content["cells"], "hidden") for content in contents]
+    versions = [content["meta"]["triton"] for content in contents]
+    if len(set(versions)) != len(versions):
+        raise RenderError(f"{results}/h200: the files of the two kernels are of Triton {', '.join(versions)}")
+    found = [report.by_shape(content["cells"], "hidden") for content in contents]
     rows = []
-    for shape in sorted(set(shapes[0]) & set(shapes[1])):
-        both = [found[shape] for found in shapes]
-        ahead = [[cell["cutlass_us"] / cell["triton_us"] for cell in cells] for cells in both]
+    for shape in sorted(set().union(*found)):
+        mine = [shapes.get(shape, []) for shapes in found]
+        if sum(map(bool, mine)) < 2:
+            continue
+        ahead = [[cell["cutlass_us"] / cell["triton_us"] for cell in cells] for cells in mine]
         rows.append(
             [
                 *map(str, shape[1:]),
-                *(f"{geometric_mean([cell['triton_us'] for cell in cells]):.0f}" for cells in both),
-                f"{report.quotient(*both, 'triton_us'):.3f}",
-                *(f"{geometric_mean(factors):.2f} ({min(factors):.2f})" for factors in ahead),
+                *(f"{geometric_mean([cell['triton_us'] for cell in cells]):.0f}" if cells else "" for cells in mine),
+                *(f"{geometric_mean(factors):.2f} ({min(factors):.2f})" if factors else "" for factors in ahead),
             ]
         )
-    headings = ["experts", "rows", f"{one}, us", f"{other}, us", f"{other} / {one}"]
-    headings += [f"CUTLASS / two kernels, {version} (lowest)" for version in (one, other)]
+    headings = ["experts", "rows", *(f"{version}, us" for version in versions)]
+    headings += [f"CUTLASS / two kernels, {version} (lowest)" for version in versions]
     return markdown_table(headings, rows, "---:")
 
 

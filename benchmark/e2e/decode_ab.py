@@ -402,8 +402,9 @@ def _outputs(
     options: LaunchOptions,
     args: argparse.Namespace,
 ) -> None:
+    serving = f"sglang {cells[0]['engine']}, {cells[0]['routing']} routing"
     meta = report.run_meta(
-        servers={f"{cells[0]['model']}, {arm.name}": options.shown(arm) for arm in arms},
+        servers={f"{cells[0]['model']}, {arm.name}, {serving}": options.shown(arm) for arm in arms},
         mode=args.mode,
         client=args.client,
         input_len=args.input_len,
@@ -415,7 +416,7 @@ def _outputs(
     merged = json.loads(args.out.read_text())
     report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
     name = "_".join(cells[0][field] for field in ("model", "engine", "routing"))
-    title = f"{cells[0]['model']}, sglang {cells[0]['engine']}, {cells[0]['routing']} routing, {meta['gpu']}"
+    title = f"{cells[0]['model']}, {serving}, {meta['gpu']}"
     # Cells of an earlier run with other numbers of requests belong into the same picture.
     series = ("model", "engine", "routing", "tp", "ep", "dp")
     drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in series)]

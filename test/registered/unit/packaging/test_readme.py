@@ -234,7 +234,7 @@ def several_gpus_cells(decode: list[dict]) -> dict[str, list[dict]]:
         for rows in (256, 512)
         for arm in ("engine", "cutlass", "triton")
     ]
-    return {"h200x4/e2e_decode.json": deployed, "h200x2/e2e_layer.json": layer}
+    return {"h200x4/e2e_decode.json": deployed, "h200x2/e2e_decode.json": deployed, "h200x2/e2e_layer.json": layer}
 
 
 def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_every_benchmark_has_readable_tables(renderer: ModuleType, tmp_path: Pat
     for kind, cells in benchmark_cells().items():
         (results / f"{kind}.json").write_text(json.dumps({"meta": META, "cells": cells}))
     for name, cells in several_gpus_cells(benchmark_cells()["e2e_decode"]).items():
-        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps({"meta": META, "cells": cells}))
     shown = {declared.file for declared in renderer.RESULT_TABLES}
     assert shown == {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json")}
@@ -345,7 +345,7 @@ def test_two_toolchains_are_compared_shape_by_shape(renderer: ModuleType, tmp_pa
         renderer.toolchains_section(tmp_path)
 
 
-def test_the_two_kernels_are_compared_with_both_toolchains(renderer: ModuleType, tmp_path: Path) -> None:
+def test_the_two_kernels_are_compared_with_every_toolchain(renderer: ModuleType, tmp_path: Path) -> None:
     assert renderer.two_kernel_toolchains_section(tmp_path) == "Not measured yet.\n"
     (tmp_path / "h200").mkdir()
 
@@ -358,16 +358,19 @@ def test_the_two_kernels_are_compared_with_both_toolchains(renderer: ModuleType,
         content = {"meta": META | {"triton": triton}, "cells": cells}
         (tmp_path / "h200" / f"two_kernels_shipped_{suffix}.json").write_text(json.dumps(content))
 
-    save("triton36", "1.0", {1: (400.0, 400.0), 8: (500.0, 500.0)})
-    # The row count that one of the runs lacks is left out.
+    save("triton36", "1.0", {1: (400.0, 400.0), 8: (500.0, 500.0), 16: (1.0, 1.0)})
+    assert renderer.two_kernel_toolchains_section(tmp_path) == "Not measured yet.\n"
+    # A row count that one of the runs lacks stays empty there, and is left out where only one has it.
+    save("triton37", "1.5", {8: (500.0, 500.0)})
     save("triton38", "2.0", {1: (400.0, 625.0)})
-    section = renderer.two_kernel_toolchains_section(tmp_path)
-    assert section.splitlines()[0].startswith(
-        "| experts | rows | 1.0, us | 2.0, us | 2.0 / 1.0 | CUTLASS / two kernels, 1.0"
-    )
-    assert section.splitlines()[2:] == ["| 64 | 1 | 400 | 500 | 1.250 | 1.50 (1.50) | 1.20 (0.96) |"]
+    lines = renderer.two_kernel_toolchains_section(tmp_path).splitlines()
+    assert lines[0].startswith("| experts | rows | 1.0, us | 1.5, us | 2.0, us | CUTLASS / two kernels, 1.0")
+    assert lines[2:] == [
+        "| 64 | 1 | 400 |  | 500 | 1.50 (1.50) |  | 1.20 (0.96) |",
+        "| 64 | 8 | 500 | 500 |  | 1.20 (1.20) | 1.20 (1.20) |  |",
+    ]
     save("triton38", "1.0", {1: (400.0, 500.0)})
-    with pytest.raises(renderer.RenderError, match="both files of the two kernels are of Triton 1.0"):
+    with pytest.raises(renderer.RenderError, match=r"the files of the two kernels are of Triton 1\.0, 1\.5, 1\.0"):
         renderer.two_kernel_toolchains_section(tmp_path)
 
 
