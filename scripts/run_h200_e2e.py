@@ -212,7 +212,7 @@ class Run:
         return self.make(self.args.equality_experts, weights=True)
 
     def layer(self) -> int:
-        words = ["--ranks", self.args.tp, "--arms", *self.args.layer_arms]
+        words = ["--ranks", self.args.tp, "--arms", *self.args.layer_arms, "--work", self.args.work / "runs"]
         return self.tool(E2E / "expert_layer.py", *words, "--out", self.results / "e2e_layer.json")
 
     def ab(self, experts: int) -> int:

@@ -6,7 +6,8 @@
 Neither a server nor a checkpoint: the engine's dispatcher and method in one process a GPU, DeepSeek-V3's sizes, uneven loads,
 an empty expert, a rank without tokens and one whose experts get none. Every arm is served with padded rows that are a multiple
 of 512, where the engine's GEMM is right, and with others; the engine's outputs with the others are shown and not judged. No
-server is started, so it also says early whether DeepEP works between these GPUs at all.
+server is started, so it also says early whether DeepEP works between these GPUs at all. What is finished is kept in ``--work``,
+and the same command again goes on.
 
 Exit status: 0 right; 1 a process failed; 2 wrong arguments; 4 an arm was not what it says; 5 an output is wrong.
 """
@@ -27,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import report
-from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm
-from harness.cli import FAILED, NOT_PROVED, check_gpus
+from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm, plugin_digest
+from harness.cli import FAILED, NOT_PROVED, Journal, check_gpus
 from harness.report import say
 from harness.server import RIGHT_ROWS, install_cleanup
 
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--timeout", type=float, default=180.0, metavar="SECONDS", help="of one arm and row count")
     parser.add_argument("--out", type=Path, default=Path("e2e_layer.json"))
+    parser.add_argument("--work", type=Path, default=Path("e2e_work"), help="finished arms, kept between calls")
     return parser
 
 
@@ -134,19 +136,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     caps = args.dispatch_tokens or [RIGHT_ROWS // 2 // args.ranks, RIGHT_ROWS // args.ranks]
+    fingerprint = {
+        "ranks": args.ranks,
+        "words": args.ranks_args,
+        "engine": report.version("sglang"),
+        "plugin": plugin_digest(),
+        "gpus": report.nvidia_smi("uuid"),
+    }
+    journal = Journal(args.work, "layer", fingerprint)
     cells, status = [], 0
     for tokens in caps:
         for arm in arms:
-            words = ["--ranks", str(args.ranks), "--dispatch-tokens", str(tokens), *args.ranks_args]
-            try:
-                found = run_ranks(words, arm.environ(), args.timeout)
-            except RanksError as error:
-                say(f"FAILED: {arm.name}, {tokens} tokens a rank: {error}")
-                return FAILED
-            if problems := contradictions(arm, found):
-                say(f"NOT PROVED: {arm.name} was not what it says: {'; '.join(problems)}")
-                return NOT_PROVED
-            cells.append(cell_of(arm, args.ranks, tokens, found))
+            cell = journal.load(name := f"{tokens}-{arm.slug}")
+            if cell is None:
+                words = ["--ranks", str(args.ranks), "--dispatch-tokens", str(tokens), *args.ranks_args]
+                try:
+                    found = run_ranks(words, arm.environ(), args.timeout)
+                except RanksError as error:
+                    say(f"FAILED: {arm.name}, {tokens} tokens a rank: {error}")
+                    return FAILED
+                if problems := contradictions(arm, found):
+                    say(f"NOT PROVED: {arm.name} was not what it says: {'; '.join(problems)}")
+                    return NOT_PROVED
+                journal.save(name, cell := cell_of(arm, args.ranks, tokens, found))
+            cells.append(cell)
             right = "right" if cells[-1]["right"] else "WRONG"
             say(f"{arm.name}, {cells[-1]['padded_rows']} padded rows: {right}, error {cells[-1]['largest_error']:.4f}")
             if cells[-1]["judged"] and not cells[-1]["right"]:

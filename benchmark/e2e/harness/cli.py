@@ -83,18 +83,22 @@ class Clock:
 
     def __init__(self, limit_s: float | None) -> None:
         self._begin, self._limit = time.monotonic(), limit_s
-        self._longest: dict[str, float] = {}
+        self._spent: dict[str, list[float]] = {}
 
     @property
     def left_s(self) -> float:
         return float("inf") if self._limit is None else self._limit - (time.monotonic() - self._begin)
 
     def spent(self, kind: str, seconds: float) -> None:
-        self._longest[kind] = max(seconds, self._longest.get(kind, 0.0))
+        self._spent.setdefault(kind, []).append(seconds)
 
     def fits(self, kind: str) -> bool:
-        """Whether the longest step of this kind so far would end in time. The first one is always tried."""
-        return self.left_s > 0 and self._longest.get(kind, 0.0) <= self.left_s
+        """Whether the longest step of this kind so far would end in time. The first one is always tried.
+
+        It may have taken minutes more than any later one, compiling what they find ready, so it counts only while it is alone.
+        """
+        spent = self._spent.get(kind, [0.0])
+        return self.left_s > 0 and max(spent[1:] or spent) <= self.left_s
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1222,6 +1222,55 @@ def test_an_output_that_is_wrong_on_one_rank_is_wrong(arm, tokens, errors, right
     assert cell["largest_error"] == pytest.approx(max(errors), nan_ok=True)
 
 
+def _layer_words(folder):
+    return ["--ranks", "2", "--out", str(folder / "out.json"), "--work", str(folder / "work")]
+
+
+def test_a_layer_goes_on_after_its_last_finished_arm(monkeypatch, tmp_path):
+    asked = []
+
+    def found(words, environ, timeout_s):
+        backend = environ.get("SGLANG_W4AFP8_BACKEND", "engine")
+        asked.append((words[words.index("--dispatch-tokens") + 1], backend))
+        if len(asked) == 3:
+            raise expert_layer.RanksError("no device")
+        rows = 2 * int(asked[-1][0])
+        return _ranks_found(rows, 0.0, live=() if backend == "engine" else EVERY, regrouped=backend == "triton")
+
+    monkeypatch.setattr(expert_layer, "run_ranks", found)
+    monkeypatch.setattr(expert_layer, "install_cleanup", lambda: None)
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU", "1"]] * 2)
+    assert expert_layer.main(_layer_words(tmp_path)) == 1
+    assert not (tmp_path / "out.json").exists()
+    assert expert_layer.main(_layer_words(tmp_path)) == 0
+    backends = ("engine", "cutlass", "triton")
+    first = [("128", backend) for backend in backends]
+    assert asked == [*first, first[2], *[("256", backend) for backend in backends]]
+    assert len(json.loads((tmp_path / "out.json").read_text())["cells"]) == 6
+    # Of other GPUs nothing is taken over.
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU", "2"]] * 2)
+    assert expert_layer.main(_layer_words(tmp_path)) == 0
+    assert len(asked) == 13
+
+
+def test_the_first_start_counts_only_while_it_is_the_only_one(monkeypatch):
+    """It compiles what the others find ready."""
+    now = [0.0]
+    monkeypatch.setattr(cli, "time", argparse.Namespace(monotonic=lambda: now[0]))
+    clock = cli.Clock(100.0)
+    assert clock.fits("start")
+    clock.spent("start", 60.0)
+    now[0] = 50.0
+    assert not clock.fits("start") and clock.fits("block")
+    clock.spent("start", 20.0)
+    clock.spent("start", 30.0)
+    clock.spent("start", 25.0)
+    now[0] = 70.0
+    assert clock.fits("start")
+    now[0] = 71.0
+    assert not clock.fits("start")
+
+
 @pytest.mark.parametrize("wrong, status", [("engine 256", 0), ("engine 512", 5), ("triton 256", 5), ("", 0)])
 def test_the_layers_exit_status_says_whether_it_is_right(monkeypatch, tmp_path, wrong, status):
     def found(words, environ, timeout_s):
@@ -1233,7 +1282,7 @@ def test_the_layers_exit_status_says_whether_it_is_right(monkeypatch, tmp_path, 
     monkeypatch.setattr(expert_layer, "run_ranks", found)
     monkeypatch.setattr(expert_layer, "install_cleanup", lambda: None)
     monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU", "1"]] * 2)
-    assert expert_layer.main(["--ranks", "2", "--out", str(tmp_path / "out.json")]) == status
+    assert expert_layer.main(_layer_words(tmp_path)) == status
     cells = json.loads((tmp_path / "out.json").read_text())["cells"]
     assert [(cell["arm"], cell["padded_rows"]) for cell in cells] == [
         (arm, rows) for rows in (256, 512) for arm in ("engine", "cutlass", "triton")
