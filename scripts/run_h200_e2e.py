@@ -41,7 +41,8 @@ E2E = ROOT / "benchmark" / "e2e"
 sys.path.insert(0, str(E2E))
 
 from harness import report  # noqa: E402
-from harness.server import MODEL_ROUTING, ROUTING_SWITCHES, LaunchOptions  # noqa: E402
+from harness.cli import graphs_fault  # noqa: E402
+from harness.server import MODEL_ROUTING, ROUTING_SWITCHES, LaunchOptions, split_flags  # noqa: E402
 
 from make_synthetic_checkpoint import ModelSpec  # noqa: E402
 from model_memory import layers_that_fit  # noqa: E402
@@ -147,18 +148,33 @@ class Run:
         """Tokens that a rank may dispatch, and the numbers of requests that are measured with so many.
 
         Padded rows are part of what is measured, so a small batch does not get a large one's. ``--dispatch-tokens`` serves
-        all of them alike, in half the starts where there would be two loads.
+        all of them alike, in half the starts where there would be two loads. Where the engine's graphs of several sizes are
+        faulty, every number of requests has a load, and so servers, of its own.
 
         Raises:
             ValueError: they cannot be served; the message begins with the option's name.
         """
-        args, found = self.args, dict[int, list[int]]()
+        args = self.args
+        found: list[tuple[int, list[int]]] = []
         for count in sorted(set(args.concurrency)):
-            tokens = LaunchOptions(
-                "", (count,), tp=args.tp, ep=args.ep, dp=args.dp, dispatch_tokens=args.dispatch_tokens
-            )
-            found.setdefault(tokens.rank_tokens, []).append(count)
-        return list(found.items())
+            tokens = self.options(count).rank_tokens
+            if found and found[-1][0] == tokens and not self.graphs_fault:
+                found[-1][1].append(count)
+            else:
+                found.append((tokens, [count]))
+        return found
+
+    def options(self, *concurrencies: int) -> LaunchOptions:
+        """How so many requests are served, as far as it is the same for every model and arm."""
+        args = self.args
+        sizes = {"tp": args.tp, "ep": args.ep, "dp": args.dp, "dispatch_tokens": args.dispatch_tokens}
+        return LaunchOptions("", concurrencies, extra=split_flags(args.server_args), **sizes)
+
+    @functools.cached_property
+    def graphs_fault(self) -> str:
+        """Why one server must not decode all numbers of requests in CUDA graphs; empty where it may."""
+        other_engine = self.args.launch_command is not None
+        return "" if other_engine else graphs_fault(self.options(*self.args.concurrency))
 
     def make(self, experts: int, *, weights: bool) -> int:
         out = self.model(experts, weights=weights)
@@ -220,6 +236,8 @@ class Run:
         if made:
             return made
         args = self.args
+        if self.graphs_fault:
+            say(f"servers of its own for every number of requests: {self.graphs_fault}")
         for tokens, concurrency in self.loads():
             words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
             words += ["--model-name", f"deepseek-v3-{self.depth}l-{experts}e", "--out", self.decode]

@@ -319,9 +319,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"arms: are {args.arms}, must have {REFERENCE!r} beside {TRITON!r}, which is judged against it"
             )
         model = Model.read(args.model_path, args.model_name)
-        right = launch_options(args, [1, args.prompts])
+        right = launch_options(args, [1, args.prompts], may_pad=True)
         tokens = args.other_dispatch_tokens or next(n for n in (128, 64, 32, 16) if n * args.ep % RIGHT_ROWS)
-        other = launch_options(args, [1, args.prompts], dispatch_tokens=tokens)
+        other = launch_options(args, [1, args.prompts], may_pad=True, dispatch_tokens=tokens)
         if right.padded_rows % RIGHT_ROWS or not other.padded_rows % RIGHT_ROWS:
             raise ValueError(
                 f"dispatch-tokens: padded rows are {right.padded_rows} and {other.padded_rows}, must be a multiple of "

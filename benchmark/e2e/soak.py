@@ -287,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arm = parse_arm(args.arm)
         model = Model.read(args.model_path, args.model_name)
-        options = launch_options(args, levels(args.concurrency))
+        options = launch_options(args, levels(args.concurrency), may_pad=True)
         check_fits(options, model)
     except ValueError as error:
         parser.error(str(error))

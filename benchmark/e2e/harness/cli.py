@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import report
+from harness import engine_source, report
 from harness.server import (
     LAUNCH,
     MODEL_ROUTING,
@@ -151,31 +151,76 @@ def check_fits(options: LaunchOptions, model: Model) -> None:
     check_gpus("tp", options.tp)
 
 
+def _engine() -> Path | None:
+    """The installed engine's package directory, where there is one."""
+    engine = importlib.util.find_spec("sglang")
+    return None if engine is None or engine.origin is None else Path(engine.origin).parent
+
+
 def check_routing(routing: str) -> None:
     """Whether the installed engine has the switch of this routing: it ignores variables that it does not know.
 
     Raises:
         ValueError: it has not; the message begins with the option's name.
     """
-    switch, engine = ROUTING_SWITCHES.get(routing), importlib.util.find_spec("sglang")
-    if switch is None or engine is None or engine.origin is None:
+    switch, engine = ROUTING_SWITCHES.get(routing), _engine()
+    if switch is None or engine is None:
         return
-    variables = Path(engine.origin).parent / "srt" / "environ.py"
+    variables = engine / "srt" / "environ.py"
     if variables.is_file() and not re.search(rf"^\s*{switch}\b", variables.read_text(), re.MULTILINE):
         raise ValueError(
             f"routing: is {routing!r}, must be {MODEL_ROUTING!r}: sglang {report.version('sglang')} has no {switch}"
         )
 
 
-def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **change: Any) -> LaunchOptions:
+def graphs_fault(options: LaunchOptions) -> str:
+    """Why the installed engine must not decode in graphs of all these sizes; empty where it may. See `engine_source`."""
+    engine, sizes = _engine(), options.graph_sizes
+    if options.ep > 1 or len(sizes) < 2 or engine is None:
+        return ""
+    version = f"sglang {report.version('sglang')}"
+    try:
+        faulty = engine_source.drops_tokens_with_one_rank(engine)
+    except LookupError as error:
+        return f"whether {version} routes every token with one expert-parallel rank cannot be read ({error})"
+    if not faulty:
+        return ""
+    return (
+        f"with one expert-parallel rank {version} routes only the first {sizes[0]} tokens of every batch to an expert, as many "
+        "as its smallest graph has"
+    )
+
+
+def check_graphs(options: LaunchOptions) -> None:
+    """Whether the installed engine computes what it should in the decode graphs that it would capture.
+
+    Raises:
+        ValueError: it does not, or nobody knows; the message begins with the option's name.
+    """
+    fault, sizes = graphs_fault(options), options.graph_sizes
+    if fault:
+        raise ValueError(
+            f"concurrency: is {', '.join(map(str, sizes))}, must be one number: {fault}. Measure one at a time, or all in one "
+            f'graph: --server-args="--cuda-graph-bs-decode {sizes[-1]}"'
+        )
+
+
+def launch_options(
+    args: argparse.Namespace, concurrencies: Sequence[int], *, may_pad: bool = False, **change: Any
+) -> LaunchOptions:
     """The options that the arguments say.
+
+    Args:
+        args: of `add_server_arguments`.
+        concurrencies: batch sizes that will be decoded.
+        may_pad: all of them may be padded to the largest, as no speed is measured. That is done, and said, where the engine's
+            graphs of several sizes are faulty.
+        **change: fields that are to be otherwise.
 
     Raises:
         ValueError: they cannot be served; the message begins with the option's name.
     """
     routing = args.routing or (UNIFORM_ROUTING if args.load_format == "dummy" else MODEL_ROUTING)
-    if args.launch_command == LAUNCH:  # another command may start another engine
-        check_routing(routing)
     options = LaunchOptions(
         model_path=str(args.model_path),
         concurrencies=tuple(sorted(concurrencies)),
@@ -192,4 +237,11 @@ def launch_options(args: argparse.Namespace, concurrencies: Sequence[int], **cha
         command=args.launch_command,
         extra=split_flags(args.server_args),
     )
-    return dataclasses.replace(options, **change)
+    options = dataclasses.replace(options, **change)
+    if options.command == LAUNCH:  # another command may start another engine
+        check_routing(routing)
+        if may_pad and (fault := graphs_fault(options)):
+            options = dataclasses.replace(options, one_graph=True)
+            report.say(f"one CUDA graph of {max(options.graph_sizes)} for every batch: {fault}")
+        check_graphs(options)
+    return options

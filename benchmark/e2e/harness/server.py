@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import contextlib
 import ctypes
@@ -53,7 +54,7 @@ class LaunchOptions:
 
     Attributes:
         model_path: directory of the checkpoint, or of its ``config.json`` with ``load_format="dummy"``.
-        concurrencies: batch sizes that will be decoded; each gets a CUDA graph.
+        concurrencies: batch sizes that will be decoded; each gets a CUDA graph, but for ``one_graph``.
         routing: ``model``: as the router says; through the engine's own switches, ``uniform``: every token draws its experts,
             and ``round-robin``: every token takes the ones after those of the token before it.
         tp, ep, dp: tensor, expert and (attention) data parallel size. With DeepEP the engine makes ``ep`` what ``tp`` is.
@@ -64,6 +65,7 @@ class LaunchOptions:
         skip_tokenizer: serve token ids only.
         command: what starts a server, for tests and unusual installations.
         extra: more flags, after ours, so that they win.
+        one_graph: a single CUDA graph of the largest batch, which smaller ones are padded to.
     """
 
     model_path: str
@@ -81,6 +83,7 @@ class LaunchOptions:
     skip_tokenizer: bool = True
     command: tuple[str, ...] = LAUNCH
     extra: tuple[str, ...] = ()
+    one_graph: bool = False
 
     def __post_init__(self) -> None:
         for name in ("tp", "ep", "dp"):
@@ -119,6 +122,23 @@ class LaunchOptions:
         return -(-group // self.attention_ranks) * self.attention_ranks
 
     @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        """Batches that decode CUDA graphs are captured for, ``extra`` included; empty without graphs."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--cuda-graph-bs-decode", "--cuda-graph-bs", dest="sizes", type=int, nargs="+")
+        parser.add_argument("--disable-cuda-graph", action="store_true")
+        parser.add_argument("--cuda-graph-backend-decode")
+        given, _ = parser.parse_known_args(self.extra)
+        if given.disable_cuda_graph or given.cuda_graph_backend_decode == "disabled":
+            return ()
+        return tuple(sorted(set(given.sizes or self._own_graph_sizes)))
+
+    @property
+    def _own_graph_sizes(self) -> list[int]:
+        wanted = [max(self.concurrencies)] if self.one_graph else self.concurrencies
+        return sorted({self.graph_size(count) for count in wanted})
+
+    @property
     def decoded_tokens(self) -> int:
         """Tokens that a rank dispatches at the largest batch.
 
@@ -148,7 +168,6 @@ class LaunchOptions:
         """The server's command line after ``command``."""
         # A prefill chunk is dispatched at once, spread over the ranks; the engine divides it by --dp-size itself.
         chunk = self.chunk or self.padded_rows
-        graphs = sorted({self.graph_size(count) for count in self.concurrencies})
         # Divided by the groups, which must each hold their part of the largest batch.
         running = -(-max(self.concurrencies) // self.dp) * self.dp
         flags = ["--model-path", self.model_path, "--host", _HOST, "--port", port]
@@ -158,7 +177,7 @@ class LaunchOptions:
         flags += ["--dp-size", self.dp, "--enable-dp-attention"] if self.dp > 1 else []
         flags += ["--moe-a2a-backend", "deepep", "--deepep-mode", "low_latency"]
         flags += ["--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-radix-cache"]
-        flags += ["--cuda-graph-bs-decode", *graphs, "--max-running-requests", running]
+        flags += ["--cuda-graph-bs-decode", *self._own_graph_sizes, "--max-running-requests", running]
         flags += ["--mem-fraction-static", self.mem_fraction, "--context-length", self.context_length]
         flags += ["--chunked-prefill-size", chunk, "--max-prefill-tokens", chunk, "--cuda-graph-bs-prefill", chunk]
         flags += ["--max-total-tokens", self.max_total_tokens] if self.max_total_tokens else []

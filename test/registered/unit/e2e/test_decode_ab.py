@@ -38,7 +38,7 @@ import decode_ab  # noqa: E402
 import equality  # noqa: E402
 import expert_layer  # noqa: E402
 import soak  # noqa: E402
-from harness import cli, client, evidence, paired, report  # noqa: E402
+from harness import cli, client, engine_source, evidence, paired, report  # noqa: E402
 from harness.arms import Arm, parse_arm  # noqa: E402
 from harness.cli import Journal, Model, add_server_arguments, launch_options  # noqa: E402
 from harness.server import LaunchOptions  # noqa: E402
@@ -124,6 +124,138 @@ def test_an_engine_without_the_routings_switch_is_refused(monkeypatch, tmp_path)
         ValueError, match="^routing: is 'round-robin', must be 'model': sglang .* has no SGLANG_SIMULATE_ROUND"
     ):
         cli.check_routing("round-robin")
+
+
+# As the four files are written in 0.5.18, but for what plays no part; and what becomes of the graphs' batches from 0.5.21 on.
+GIVEN = "buffers.num_token_non_padded"
+GIVEN_TO_SEVERAL = f"({GIVEN} if enable_num_token_non_padded() else None)"
+REFILLED = "enable_num_token_non_padded()"
+SEVERAL = "get_parallel().moe_ep_size > 1"
+PASSED_ON = "num_token_non_padded=forward_batch.num_token_non_padded"
+NEW_RUNNER = "srt/model_executor/runner/decode_cuda_graph_runner.py"
+
+
+def _engine_source(
+    folder, *, given=GIVEN, refilled=REFILLED, switch=SEVERAL, passed_on=PASSED_ON, runner=NEW_RUNNER, flag=""
+):
+    """An engine's package with only what `engine_source` reads of it."""
+    sources = {
+        runner: "class Runner:\n    def capture(self):\n"
+        f"        build(enable_num_token_non_padded{flag}={refilled})\n"
+        "        local = compute(global_num_token_non_padded=buffers.num_token_non_padded)\n"
+        f"        batch = ForwardBatch(batch_size=bs, num_token_non_padded={given})\n"
+        "        self.two_batches.replay(num_token_non_padded=len(batch.input_ids))\n",
+        "srt/model_executor/forward_batch_info.py": f"def enable_num_token_non_padded():\n    return {switch}\n",
+        "srt/models/deepseek_v2.py": "class MoE:\n    def forward_normal(self):\n        self.topk(num_token_non_padded=1)\n"
+        f"    def forward_deepep(self, x, forward_batch):\n        self.topk(x, {passed_on})\n",
+    }
+    for name, text in sources.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change, drops",
+    [
+        ({}, True),
+        # As before 0.5.14.
+        ({"runner": "srt/model_executor/cuda_graph_runner.py", "flag": "_flag"}, True),
+        ({"switch": "get_moe_expert_parallel_world_size() > 1"}, True),
+        ({"given": GIVEN_TO_SEVERAL}, False),
+        ({"passed_on": ""}, False),
+    ],
+)
+def test_graphs_that_drop_tokens_are_recognised(tmp_path, change, drops):
+    assert engine_source.drops_tokens_with_one_rank(_engine_source(tmp_path, **change)) is drops
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"given": "count"},
+            "^srt/.*runner.py: batches are captured with num_token_non_padded=count, which is not known",
+        ),
+        ({"given": f"{GIVEN} if several() else None"}, "which is not known"),
+        ({"refilled": "several"}, "^srt/.*runner.py: what writes num_token_non_padded before a replay is not found"),
+        ({"switch": "True"}, r"forward_batch_info.py: enable_num_token_non_padded returns \['True'\], must be whether"),
+        ({"switch": f"{SEVERAL} or gathers()"}, "must be whether there are several ranks"),
+        ({"runner": "srt/graphs.py"}, "^there is no srt/model_executor/runner/decode_cuda_graph_runner.py or "),
+    ],
+)
+def test_an_engine_that_is_written_otherwise_is_not_taken_for_a_right_one(tmp_path, change, message):
+    with pytest.raises(LookupError, match=message):
+        engine_source.drops_tokens_with_one_rank(_engine_source(tmp_path, **change))
+
+
+def test_the_installed_engine_routes_every_token():
+    assert cli.graphs_fault(LaunchOptions("model", (8, 32))) == ""
+    installed = cli._engine()
+    assert installed is not None and not engine_source.drops_tokens_with_one_rank(installed)
+
+
+def _faulty_engine(monkeypatch, tmp_path, **change):
+    package = _engine_source(tmp_path / "engine", **change)
+    (package / "srt" / "environ.py").write_text("SGLANG_SIMULATE_UNIFORM_EXPERTS = 1\n")
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(package / "x.py")))
+    monkeypatch.setattr(report, "version", lambda name: "0.5.18")
+
+
+@pytest.mark.parametrize(
+    "words, sizes, message",
+    [
+        (
+            ["--concurrency", "32", "8"],
+            (8, 32),
+            "^concurrency: is 8, 32, must be one number: with one expert-parallel rank ",
+        ),
+        (["--concurrency", "32"], (32,), ""),
+        (["--concurrency", "8", "32", "--tp", "2", "--ep", "2"], (8, 32), ""),
+        (["--concurrency", "8", "32", "--server-args=--cuda-graph-bs-decode 32 --log-level info"], (32,), ""),
+        (["--concurrency", "8", "32", "--server-args=--disable-cuda-graph"], (), ""),
+        (["--concurrency", "8", "32", "--server-args=--cuda-graph-backend-decode=disabled"], (), ""),
+        (
+            ["--concurrency", "8", "--server-args=--cuda-graph-bs-decode 4 8"],
+            (4, 8),
+            "^concurrency: is 4, 8, must be one",
+        ),
+        (["--concurrency", "8", "32", "--launch-command", "other"], (8, 32), ""),
+    ],
+)
+def test_an_engine_that_drops_tokens_is_refused_several_graphs(monkeypatch, tmp_path, words, sizes, message):
+    """It would compute nothing for most tokens, and the speed of that would be reported."""
+    _faulty_engine(monkeypatch, tmp_path)
+    args = decode_ab._parser().parse_args(["--model-path", "m", *words])
+    if not message:
+        assert launch_options(args, args.concurrency).graph_sizes == sizes
+        return
+    with pytest.raises(ValueError, match=message) as refusal:
+        launch_options(args, args.concurrency)
+    assert "sglang 0.5.18 routes only the first" in str(refusal.value)
+    assert f'--server-args="--cuda-graph-bs-decode {sizes[-1]}"' in str(refusal.value)
+
+
+def test_an_engine_that_cannot_be_read_is_refused_several_graphs_too(monkeypatch, tmp_path):
+    _faulty_engine(monkeypatch, tmp_path, given="count")
+    args = decode_ab._parser().parse_args(["--model-path", "m", "--concurrency", "8", "32"])
+    with pytest.raises(
+        ValueError, match="^concurrency: .*: whether sglang 0.5.18 routes every token .* cannot be read"
+    ):
+        launch_options(args, args.concurrency)
+
+
+@pytest.mark.parametrize("faulty", [True, False])
+def test_where_no_speed_is_measured_one_graph_serves_such_an_engine(monkeypatch, tmp_path, capsys, faulty):
+    _faulty_engine(monkeypatch, tmp_path, given=GIVEN if faulty else GIVEN_TO_SEVERAL)
+    args = soak._parser().parse_args(["--model-path", "m"])
+    options = launch_options(args, soak.levels(100), may_pad=True)
+    flags = options.flags(1)
+    first = flags.index("--cuda-graph-bs-decode") + 1
+    captured = flags[first : flags.index("--max-running-requests")]
+    assert captured == (["100"] if faulty else ["1", "2", "4", "8", "16", "32", "64", "100"])
+    assert ("one CUDA graph of 100 for every batch" in capsys.readouterr().err) == faulty
 
 
 def test_the_engine_knows_every_flag():
@@ -1487,6 +1619,28 @@ def test_the_preset_of_two_ranks_shows_the_wrong_rows_first(monkeypatch, tmp_pat
     assert launch_options(args, [1, args.prompts]).padded_rows == 512
     runs = [_servers(words, tmp_path) for name, words in calls if name == "decode_ab.py"]
     assert [(args.concurrency, options.padded_rows) for args, options in runs] == [([16, 64, 256], 512), ([1024], 1024)]
+
+
+@pytest.mark.parametrize(
+    "faulty, words, loads",
+    [
+        (True, (), [[8], [32], [128], [256]]),
+        (True, ("--dispatch-tokens", 512), [[8], [32], [128], [256]]),
+        (True, ("--server-args=--cuda-graph-bs-decode 256",), [[8, 32, 128, 256]]),
+        (True, ("--launch-command", "other"), [[8, 32, 128, 256]]),
+        (True, ("--tp", 2, "--ep", 2), [[8, 32, 128, 256]]),
+        (False, (), [[8, 32, 128, 256]]),
+    ],
+)
+def test_an_engine_that_drops_tokens_gets_servers_for_every_number_of_requests(
+    monkeypatch, tmp_path, faulty, words, loads
+):
+    _faulty_engine(monkeypatch, tmp_path, given=GIVEN if faulty else GIVEN_TO_SEVERAL)
+    calls = [words for name, words in _preset_calls(monkeypatch, tmp_path, "ab-64", *words) if name == "decode_ab.py"]
+    runs = [_servers(call, tmp_path) for call in calls]  # as decode_ab.py would take them
+    assert [args.concurrency for args, _ in runs] == loads
+    assert len({args.out for args, _ in runs}) == 1
+    assert {options.rank_tokens for _, options in runs} == {256 if "--tp" in words else 512}
 
 
 def test_what_is_given_wins_over_a_preset(monkeypatch, tmp_path):
