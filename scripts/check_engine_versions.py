@@ -7,7 +7,8 @@
 
 Per version: every target of the plugin's ledger is where the ledger says, with a signature that it knows; the in-tree
 patch applies, is valid on the engine's oldest Python, is found by the plugin, changes nothing when applied again, and
-reverts to the same bytes. A new engine release is one line in `ENGINE_VERSIONS`. Wheels are fetched through pip, once.
+reverts to the same bytes; its decode CUDA graphs are as `decode_graphs` of the plugin says. A new engine release is one line
+in `ENGINE_VERSIONS`. Wheels are fetched through pip, once.
 
 Exit status: 0 all well; 1 a version drifts (the first is named, with what differs) or the report is out of date; 2 a wheel
 cannot be fetched.
@@ -28,11 +29,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts"), str(ROOT / "benchmark" / "e2e")]
+
+from harness import engine_source  # noqa: E402
 
 import cached_wheels  # noqa: E402
 from sglang_w4afp8 import guard, plugin  # noqa: E402
 from sglang_w4afp8.fork import edits, source, tree  # noqa: E402
+from sglang_w4afp8.srt.layers.moe import decode_graphs  # noqa: E402
 
 REPORT = ROOT / "docs" / "engine_versions.json"
 
@@ -69,8 +73,9 @@ class VersionReport:
         version, python, torch, triton, sglang_kernel: of its wheel; triton by `TRITON_OF_TORCH`.
         modules: ledger target -> the module that it lives in.
         threads_expected_m: the engine itself hands expected_m to its requant.
+        drops_tokens: with one expert-parallel rank its decode CUDA graphs of several sizes do (`harness.engine_source`).
         changed: ledger targets whose code, helpers included, is not that of the version before.
-        problems: what the plugin would stand down for.
+        problems: what the plugin would stand down for, or knows wrongly.
         fork_problems: what the in-tree patch stumbles over.
     """
 
@@ -81,6 +86,7 @@ class VersionReport:
     sglang_kernel: str
     modules: dict[str, str] = field(default_factory=dict)
     threads_expected_m: bool = False
+    drops_tokens: bool = False
     changed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     fork_problems: list[str] = field(default_factory=list)
@@ -93,7 +99,7 @@ def targets() -> list[plugin.Target]:
 def _wanted_files() -> set[str]:
     """Names in a wheel that any check reads."""
     modules = {home.module for target in targets() for home in target.homes} | {*tree.engine_modules(), *_ALSO}
-    wanted = set()
+    wanted = {f"{guard.ENGINE_PACKAGE}/{name}" for name in engine_source.FILES}
     for module in modules:
         parts = module.split(".")
         wanted |= {f"{'/'.join(parts)}.py", f"{'/'.join(parts)}/__init__.py"}
@@ -188,8 +194,23 @@ def check_package(package: Path, report: VersionReport) -> dict[str, list[str]]:
         if target.attribute == edits.CHAIN:
             call = source.one_call(file, source.one_function(file, edits.CHAIN), edits.REQUANT)
             report.threads_expected_m = any(keyword.arg == "expected_rows" for keyword in call.keywords)
+    check_graphs(package, report)
     report.fork_problems = check_fork(package)
     return codes
+
+
+def check_graphs(package: Path, report: VersionReport) -> None:
+    """Note what a version's decode graphs do, and where that is not what the plugin says of it."""
+    try:
+        report.drops_tokens = engine_source.drops_tokens_with_one_rank(package)
+    except LookupError as error:
+        report.problems.append(f"decode graphs: whether they drop tokens cannot be read: {error}")
+        return
+    if decode_graphs.is_affected(report.version) != report.drops_tokens:
+        found, (first, last) = "drop" if report.drops_tokens else "keep", decode_graphs.AFFECTED_ENGINES
+        report.problems.append(
+            f"decode graphs: they {found} tokens with one rank, decode_graphs says {first} - {last} drop"
+        )
 
 
 def check_versions(versions: Sequence[str], cache: Path | None = None) -> list[VersionReport]:

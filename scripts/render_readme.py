@@ -759,6 +759,7 @@ def versions_section(versions: Path = VERSIONS) -> str:
             f"{entry['torch']}, {entry['triton']}",
             f"`{kernels}`",
             "yes" if entry["threads_expected_m"] else "no",
+            "wrong" if entry["drops_tokens"] else "right",
             ok[bool(entry["problems"])],
             ok[bool(entry["fork_problems"])],
         )
@@ -768,7 +769,14 @@ def versions_section(versions: Path = VERSIONS) -> str:
         groups = [(rows, [e["version"] for e in group]) for rows, group in itertools.groupby(entries, key=row)]
     except (OSError, ValueError, KeyError) as error:
         raise RenderError(f"{versions}: cannot be read ({error})") from error
-    headings = ["sglang", "torch, Triton", "Triton kernels in", "passes `expected_m` on", "plugin", "in-tree"]
+    headings = [
+        "sglang",
+        "torch, Triton",
+        "Triton kernels in",
+        "passes `expected_m` on",
+        "one rank, several decode graphs",
+    ]
+    headings += ["plugin", "in-tree"]
     shown = ([" - ".join(dict.fromkeys([names[0], names[-1]])), *cells] for cells, names in groups)
     return markdown_table(headings, shown)
 

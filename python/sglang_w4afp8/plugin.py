@@ -266,11 +266,12 @@ LEDGER: tuple[Patch, ...] = (
             ),
         ),
         what="Compares SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK with what the server is going to dispatch, and says "
-        "which number to raise to what.",
+        "which number to raise to what. Also warns where the engine's decode CUDA graphs drop tokens.",
         why="More tokens than the cap fail deep inside DeepEP, after minutes of loading or in the middle of serving; draft "
-        "tokens multiply them.",
+        "tokens multiply them. Up to 0.5.20, with one expert-parallel rank, decode graphs of several sizes give routed experts "
+        "to the first tokens of a batch only, in silence.",
         upstream=None,
-        removable="when every supported engine compares the two at start-up",
+        removable="when every supported engine compares the two at start-up, and none is older than 0.5.21",
     ),
 )
 

@@ -39,6 +39,8 @@ def test_what_is_known_of_the_engines(reports):
     assert [found[v].modules[requant] for v in ("0.5.12", "0.5.15.post1", "0.5.16", "0.5.23")] == [old, old, new, new]
     assert [v for v in found if found[v].threads_expected_m] == ["0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"]
     assert [v for v in found if requant in found[v].changed] == ["0.5.18", "0.5.19"]
+    graphs = "0.5.12 0.5.12.post1 0.5.13 0.5.13.post1 0.5.14 0.5.15 0.5.15.post1 0.5.16 0.5.17 0.5.18 0.5.19 0.5.20"
+    assert [v for v in found if found[v].drops_tokens] == graphs.split()
     tritons = [found[v].triton for v in ("0.5.12", "0.5.17", "0.5.18", "0.5.21", "0.5.22", "0.5.23")]
     assert tritons == ["3.6.0", "3.6.0", "3.7.1", "3.7.1", "3.8.0", "3.8.0"]
     assert [v for v in found if found[v].python != ">=3.10"] == ["0.5.22", "0.5.23"]
@@ -85,6 +87,37 @@ def test_what_only_the_fork_stumbles_over_is_named_too(checker, tmp_path):
         "sglang 0.5.23 is the first that drifts: in-tree patch: sglang.srt.layers.moe.token_dispatcher.deepep: "
         "DeepEPLLDispatchOutput: expected six fields"
     )
+
+
+RUNNER = "sglang/srt/model_executor/runner/decode_cuda_graph_runner.py"
+GIVEN_TO_SEVERAL = """            num_token_non_padded=(
+                buffers.num_token_non_padded if enable_num_token_non_padded() else None
+            ),
+"""
+GIVEN = "            num_token_non_padded=buffers.num_token_non_padded,\n"
+
+
+@pytest.mark.parametrize(
+    "version, old, new, problem",
+    [
+        (
+            "0.5.18",
+            GIVEN,
+            GIVEN_TO_SEVERAL,
+            "decode graphs: they keep tokens with one rank, decode_graphs says 0.5.12 - 0.5.20 drop",
+        ),
+        (
+            "0.5.23",
+            GIVEN_TO_SEVERAL,
+            "",
+            "decode graphs: whether they drop tokens cannot be read: srt/model_executor/runner/decode_cuda_graph_runner.py: 0 "
+            "batches are captured with num_token_non_padded, must be one",
+        ),
+    ],
+)
+def test_decode_graphs_that_are_not_what_the_plugin_says_are_named(checker, tmp_path, version, old, new, problem):
+    report = spoiled(checker, tmp_path, version, RUNNER, old, new)
+    assert (report.problems, report.fork_problems) == ([problem], [])
 
 
 def test_a_moved_module_is_named(checker, tmp_path):

@@ -76,8 +76,21 @@ def problems(load: Load, cap: int) -> tuple[list[str], list[str]]:
     return certain, possible
 
 
-def _graph_requests() -> int | None:
-    """The largest batch of the decode graphs."""
+@dataclass(frozen=True)
+class DecodeGraphs:
+    """What decode CUDA graphs the server was told to capture; None where it was not told.
+
+    Attributes:
+        sizes: batch sizes.
+        largest: the largest of them.
+    """
+
+    sizes: list[int] | None
+    largest: int | None
+
+
+def decode_graphs() -> DecodeGraphs | None:
+    """This process's decode graphs; None without any."""
     if engine_state.setting("disable_cuda_graph"):
         return None
     config = engine_state.setting("cuda_graph_config")
@@ -87,7 +100,7 @@ def _graph_requests() -> int | None:
         if str(getattr(config.decode.backend, "value", config.decode.backend)) == "disabled":
             return None
         sizes, largest = config.decode.bs, config.decode.max_bs
-    return max(sizes) if sizes else largest
+    return DecodeGraphs(list(sizes), max(sizes)) if sizes else DecodeGraphs(None, largest)
 
 
 def server_load() -> Load | None:
@@ -102,7 +115,8 @@ def server_load() -> Load | None:
     running: int | None = engine_state.setting("max_running_requests")
     if running is not None:
         running = max(1, running // attention_groups)
-    graphs = _graph_requests()
+    captured = decode_graphs()
+    graphs = captured.largest if captured is not None else None
     if graphs is not None and running is not None:
         graphs = min(graphs, running)
     chunk = engine_state.setting("chunked_prefill_size")

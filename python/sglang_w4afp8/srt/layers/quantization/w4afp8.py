@@ -11,7 +11,7 @@ import torch
 
 from sglang_w4afp8 import engine_state, lifecycle
 from sglang_w4afp8.kernels.ops.moe.reference import ue8m0_to_float32
-from sglang_w4afp8.srt.layers.moe import dispatch_cap, two_kernels
+from sglang_w4afp8.srt.layers.moe import decode_graphs, dispatch_cap, two_kernels
 
 _GROUP_SIZE = 128
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
@@ -198,12 +198,13 @@ def create_weights(
     params_dtype: torch.dtype,
     **extra_weight_attrs: Any,
 ) -> Any:
-    """The engine's method, after a look at the dispatcher's cap: the first moment at which W4AFP8 is certain.
+    """The engine's method, after a look at the dispatcher's cap and the decode graphs: here W4AFP8 is certain first.
 
     Raises:
         ValueError: a CUDA graph that the engine is going to capture cannot pass through the dispatcher.
     """
     dispatch_cap.check()
+    decode_graphs.check()
     return original(
         self,
         layer,

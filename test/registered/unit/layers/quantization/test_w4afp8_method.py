@@ -143,6 +143,18 @@ if publishes:
     result["cap fits"] = made(**deepep)
     result["cap draft"] = made(**deepep, speculative_num_draft_tokens=4)
     result["cap other backend"] = made(speculative_num_draft_tokens=4)
+
+    import logging
+    from sglang_w4afp8.srt.layers.moe import decode_graphs
+
+    said = logging.Handler()
+    said.emit = lambda record: result["graphs"].append(record.getMessage())
+    logging.getLogger(decode_graphs.__name__).addHandler(said)
+    result["graphs"] = []
+    decode_graphs._checked = False
+    decode_graphs.is_affected = lambda version: True  # as if this engine had the fault
+    engine_state.expert_group = lambda: SimpleNamespace(world_size=1)
+    made(**deepep)
 else:
     result["cap fits"] = None
 """
@@ -310,6 +322,13 @@ def test_the_cap_is_checked_when_the_first_layer_is_made(found):
         "32 requests"
     )
     assert again == "accepted"  # said once per process
+
+
+def test_graphs_that_drop_tokens_are_said_when_the_first_layer_is_made(found):
+    if found["cap fits"] is None:
+        pytest.skip("this engine has no means to publish arguments for a test")
+    (warning,) = found["graphs"]
+    assert "with one expert-parallel rank gives WRONG RESULTS" in warning and "only the first 1 tokens" in warning
 
 
 if __name__ == "__main__":
