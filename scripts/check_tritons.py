@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Compile every kernel with every Triton that the supported engines bring, and look at the accesses in the assembly.
+"""Compile every kernel with every Triton that the supported engines bring, and look at what its speed hangs on.
 
     python scripts/check_tritons.py                                        # all of them
     python scripts/check_tritons.py --triton 3.9.0 -- --target cuda:90     # one that no engine brings yet
 
-Each Triton runs ``test/kernel_codegen.py`` in a process of its own; arguments after ``--`` go to it. They are installed side
-by side in the user's cache (about 200 MB to fetch and 700 MB on disk each, once) and put in front of the environment's own,
-which is used as it is where the version is the same. Only Triton changes: torch stays.
+Each Triton runs ``test/kernel_codegen.py`` and ``test/gemm_codegen.py``, in processes of their own; arguments after ``--`` go
+to the first, and there is no second then. They are installed side by side in the user's cache (about 200 MB to fetch and 700 MB
+on disk each, once) and put in front of the environment's own, which is used as it is where the version is the same. Only Triton
+changes: torch stays.
 
 Exit status: 0 all well; 1 a Triton makes other code, named; 2 one cannot be fetched.
 """
@@ -28,6 +29,7 @@ import cached_wheels  # noqa: E402
 import check_engine_versions  # noqa: E402
 
 CODEGEN = ROOT / "test" / "kernel_codegen.py"
+GEMM_CODEGEN = ROOT / "test" / "gemm_codegen.py"
 
 
 def directories(versions: Sequence[str]) -> dict[str, Path | None]:
@@ -47,7 +49,7 @@ def directories(versions: Sequence[str]) -> dict[str, Path | None]:
 def run(
     version: str, directory: Path | None, arguments: Sequence[str] = (), script: Path = CODEGEN
 ) -> subprocess.CompletedProcess[str]:
-    """Run the code-generation script with one Triton; ``directory`` is put in front of the environment's packages."""
+    """Run a code-generation script with one Triton; ``directory`` is put in front of the environment's packages."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     front = [str(directory)] if directory else []
     environment["PYTHONPATH"] = os.pathsep.join([*front, *filter(None, [environment.get("PYTHONPATH")])])
@@ -79,10 +81,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     failed = []
+    more = arguments[cut + 1 :]
     for version, directory in places.items():
-        done = run(version, directory, arguments[cut + 1 :])
-        print(done.stdout, flush=True)
-        if done.returncode != 0:
+        runs = [run(version, directory, more)]
+        if not more:
+            runs.append(run(version, directory, script=GEMM_CODEGEN))
+        for done in runs:
+            print(done.stdout, flush=True)
+        if any(done.returncode != 0 for done in runs):
             failed.append(version)
     if failed:
         print(f"error: other code than expected with triton {', '.join(failed)}", file=sys.stderr)

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=120, suite="base-a-test-cpu")
+register_cpu_ci(est_time=180, suite="base-a-test-cpu")
 
 TRITONS = ("3.6.0", "3.7.1", "3.8.0")
 # The environment's own is the matter of test_codegen.py, which compiles with it and knows more about it.
@@ -41,6 +41,17 @@ def test_memory_accesses_are_as_wide_as_the_tiles_allow(tritons, version, tmp_pa
     assert [finding for finding in content["findings"] if finding["faults"]] == []
 
 
+@pytest.mark.parametrize("version", OTHERS)
+def test_products_of_the_gemms_run_without_waiting_for_one_another(tritons, version, tmp_path):
+    (directory,) = tritons.directories([version]).values()
+    found = tmp_path / "findings.json"
+    done = tritons.run(version, directory, ["--json", str(found)], tritons.GEMM_CODEGEN)
+    assert done.returncode == 0, done.stdout
+    content = json.loads(found.read_text())
+    assert content["triton"] == version
+    assert sum(products > 0 for products, _ in content["runs"].values()) > 20
+
+
 def test_a_triton_that_makes_other_code_is_named(tritons, monkeypatch, tmp_path, capsys):
     script = tmp_path / "codegen.py"
     script.write_text(
@@ -61,6 +72,18 @@ def test_a_triton_that_makes_other_code_is_named(tritons, monkeypatch, tmp_path,
     captured = capsys.readouterr()
     assert "compiled by 9.0 ['--target', 'cuda:90']" in captured.out
     assert captured.err == "error: other code than expected with triton 9.1\n"
+    # Without arguments of their own both scripts run, and either one's verdict counts.
+    second = tmp_path / "gemm.py"
+    second.write_text(
+        "import sys, triton; print('second by', triton.__version__); sys.exit(triton.__version__ == '9.0')\n"
+    )
+    monkeypatch.setattr(tritons, "GEMM_CODEGEN", second)
+    assert tritons.main(["--triton", "9.0", "9.1"]) == 1
+    captured = capsys.readouterr()
+    assert [f"{which} by 9.{minor}" in captured.out for which in ("compiled", "second") for minor in (0, 1)] == [
+        True
+    ] * 4
+    assert captured.err == "error: other code than expected with triton 9.0, 9.1\n"
 
 
 if __name__ == "__main__":
