@@ -422,7 +422,7 @@ def _outputs(
     drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in series)]
     report.draw_gains(args.out.with_name(f"{args.out.stem}_{name}.png"), title, drawn)
     report.write_json(
-        args.work / f"samples-{name}-{options.padded_rows}rows.json",
+        args.work / f"samples-{name}-{options.padded_rows}rows-{'-'.join(map(str, options.concurrencies))}.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
     )
     columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "noise %", "us/MoE layer", "verdict"]
