@@ -403,8 +403,9 @@ def _outputs(
     args: argparse.Namespace,
 ) -> None:
     serving = f"sglang {cells[0]['engine']}, {cells[0]['routing']} routing"
+    requests = f"{', '.join(map(str, options.concurrencies))} requests"
     meta = report.run_meta(
-        servers={f"{cells[0]['model']}, {arm.name}, {serving}": options.shown(arm) for arm in arms},
+        servers={f"{cells[0]['model']}, {arm.name}, {serving}, {requests}": options.shown(arm) for arm in arms},
         mode=args.mode,
         client=args.client,
         input_len=args.input_len,

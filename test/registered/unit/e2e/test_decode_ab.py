@@ -825,8 +825,8 @@ def test_ab_measures_proves_and_reports(bench):
     assert (data["meta"]["gpu"], data["meta"]["driver"]) == ("Fake GPU", "1.2.3")
     # What the README's renderer asks of every results file.
     assert set(render_readme.META_KEYS) <= set(data["meta"])
-    # Servers of another engine or routing in the same file keep their own lines.
-    of = f"sglang {data['cells'][0]['engine']}, {data['cells'][0]['routing']} routing"
+    # Servers of another engine, routing or load in the same file keep their own lines.
+    of = f"sglang {data['cells'][0]['engine']}, {data['cells'][0]['routing']} routing, 2, 3 requests"
     assert set(data["meta"]["servers"]) == {f"model, engine, {of}", f"model, plugin, {of}"}
     assert str(bench.root) not in json.dumps(data)
     cells = {(cell["arm"], cell["concurrency"]): cell for cell in data["cells"]}
