@@ -454,9 +454,11 @@ _EARLY_COUNTS = (
 )
 
 
-def broken_module(name: str, changes: Sequence[tuple[str, str]], directory: Path) -> ModuleType:
-    """A changed copy of the kernels' module, as a module of its own."""
-    source = Path(ep_moe_kernels.__file__).read_text(encoding="utf-8")
+def broken_module(
+    name: str, changes: Sequence[tuple[str, str]], directory: Path, original: ModuleType = ep_moe_kernels
+) -> ModuleType:
+    """A changed copy of a module of kernels, as a module of its own."""
+    source = Path(original.__file__).read_text(encoding="utf-8")
     for pattern, replacement in changes:
         source, changed = re.subn(pattern, replacement, source)
         if not changed:
@@ -542,6 +544,11 @@ class MachineCode:
 _ENCODED = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;\s*/\* (0x[0-9a-f]{16}) \*/\s+/\* (0x[0-9a-f]{16}) \*/")
 
 
+def code_digest(listing: str) -> str:
+    """`MachineCode.digest` of one kernel's SASS."""
+    return hashlib.sha256("\n".join(map(" ".join, _ENCODED.findall(listing))).encode()).hexdigest()
+
+
 def machine_code(listing: str, load_width: int) -> MachineCode:
     """Digest and counts of one kernel's SASS and resources.
 
@@ -549,13 +556,13 @@ def machine_code(listing: str, load_width: int) -> MachineCode:
         LookupError: it holds no load of ``load_width`` bytes.
     """
     names = [name for name, *_ in _SASS.findall(listing)]
-    encoded = _ENCODED.findall(listing)
-    assert len(encoded) == len(names), f"{len(names)} instructions, {len(encoded)} of them with their encoding"
+    encoded = len(_ENCODED.findall(listing))
+    assert encoded == len(names), f"{len(names)} instructions, {encoded} of them with their encoding"
     before = next((index for index, name in enumerate(names) if _loads(name, load_width)), None)
     if before is None:
         raise LookupError(f"no load of {load_width} bytes in the machine code")
     return MachineCode(
-        hashlib.sha256("\n".join(map(" ".join, encoded)).encode()).hexdigest(),
+        code_digest(listing),
         sum(name != "NOP" for name in names),
         before,
         int(re.search(r"\bREG:(\d+)", listing)[1]),

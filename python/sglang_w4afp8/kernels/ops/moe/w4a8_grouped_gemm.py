@@ -39,8 +39,9 @@ Version by version, the whole layer:
   caps them at 168, which spills nothing (``test_gemm_codegen.py``).
 * Triton 3.8 reduces over 64 experts and more through shared memory, after which the assembler took the walk over blocks for
   divergent and ran the matrix products one by one: 3 - 14% slower than 3.6 up to 8 rows, 21 - 34% from 32 rows on
-  (``two_kernels_shipped_triton38_one_by_one.json``). What the walk hangs on comes from the first lane now (``_first_lanes``):
-  at most 8% slower than 3.6, and no other instruction with 3.6 and 3.7.
+  (``two_kernels_shipped_triton38_one_by_one.json``). What the walk hangs on comes from the first lane there now
+  (``_first_lanes``): at most 8% slower than 3.6. With 3.6 and 3.7, and with up to 32 experts, that changes no instruction of
+  the shipped launches (``test_tritons.py``, ``test_gemm_codegen.py``).
 
 Rejected, by the wide search (``two_kernels_wide.search.json``, 64 experts, up to 32 rows): eight warps, tiles of 64 columns,
 two scale groups a step in tiles of more than 8 rows; five stages gain nothing. With 8 experts tiles of 128 columns are too few
@@ -260,13 +261,13 @@ def _block_ends(
 
 
 @triton.jit
-def _first_lanes(value, PTX: tl.constexpr):
-    """An int32 that is the same in all lanes, as the first lane of each warp has it.
+def _first_lanes(value, EXPERT_BLOCK: tl.constexpr, PTX: tl.constexpr):
+    """An int32 that was reduced over EXPERT_BLOCK values and is the same in all lanes, as the first lane of each warp has it.
 
-    Of a reduction over more values than a warp has lanes the assembler cannot see that all lanes get the same. A loop that
-    hangs on it counts as divergent, and in divergent code every matrix product waits for the one before.
+    With more values than a warp has lanes the assembler cannot see that all lanes get the same. A loop that hangs on it counts
+    as divergent, and in divergent code every matrix product waits for the one before.
     """
-    if PTX:
+    if PTX and EXPERT_BLOCK > 32:
         value = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, 0, 0x1F, 0xFFFFFFFF;", "=r,r", [value], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -274,11 +275,11 @@ def _first_lanes(value, PTX: tl.constexpr):
 
 
 @triton.jit
-def _expert_and_row(block, ends, BLOCK_M: tl.constexpr, PTX: tl.constexpr):
+def _expert_and_row(block, ends, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, PTX: tl.constexpr):
     """The expert (int64) that a block belongs to, and the block's first row among the expert's."""
     before = ends <= block
-    expert = _first_lanes(tl.sum(before.to(tl.int32), 0), PTX)
-    first_block = _first_lanes(tl.max(tl.where(before, ends, 0), 0), PTX)
+    expert = _first_lanes(tl.sum(before.to(tl.int32), 0), EXPERT_BLOCK, PTX)
+    first_block = _first_lanes(tl.max(tl.where(before, ends, 0), 0), EXPERT_BLOCK, PTX)
     return expert.to(tl.int64), (block - first_block) * BLOCK_M
 
 
@@ -315,11 +316,11 @@ def _gate_up_kernel(
     GROUPS: tl.constexpr = K // 128
     TILES: tl.constexpr = N // BLOCK_N
     ends = _block_ends(masked_m_ptr, M, 1, EXPERTS, EXPERT_BLOCK, BLOCK_M)
-    tasks = _first_lanes(tl.max(ends, 0), PTX) * TILES
+    tasks = _first_lanes(tl.max(ends, 0), EXPERT_BLOCK, PTX) * TILES
     inner = tl.arange(0, 64)
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         pid_n = task % TILES
-        expert, first_row = _expert_and_row(task // TILES, ends, BLOCK_M, PTX)
+        expert, first_row = _expert_and_row(task // TILES, ends, EXPERT_BLOCK, BLOCK_M, PTX)
         live_rows = tl.minimum(tl.load(masked_m_ptr + expert), M)
         first_tile = (((expert * TILES + pid_n) * GROUPS) * (2 * BLOCK_N)).to(tl.int32)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -434,10 +435,10 @@ def _down_kernel(
     GROUPS: tl.constexpr = K // 128
     TILES: tl.constexpr = N // BLOCK_N
     ends = _block_ends(masked_m_ptr, M, 1, EXPERTS, EXPERT_BLOCK, BLOCK_M)
-    tasks = _first_lanes(tl.max(ends, 0), PTX) * TILES
+    tasks = _first_lanes(tl.max(ends, 0), EXPERT_BLOCK, PTX) * TILES
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         pid_n = task % TILES
-        expert, first_row = _expert_and_row(task // TILES, ends, BLOCK_M, PTX)
+        expert, first_row = _expert_and_row(task // TILES, ends, EXPERT_BLOCK, BLOCK_M, PTX)
         live_rows = tl.minimum(tl.load(masked_m_ptr + expert), M)
         columns = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -495,10 +496,10 @@ def _rows_kernel(
     COLUMN_BLOCKS: tl.constexpr = N // BLOCK_N
     TILES: tl.constexpr = COLUMN_BLOCKS // PARTS
     ends = _block_ends(row_counts_ptr, total_rows, COUNTS_STRIDE, EXPERTS, EXPERT_BLOCK, BLOCK_M)
-    tasks = _first_lanes(tl.max(ends, 0), PTX) * COLUMN_BLOCKS
+    tasks = _first_lanes(tl.max(ends, 0), EXPERT_BLOCK, PTX) * COLUMN_BLOCKS
     for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         pid_n = task % COLUMN_BLOCKS
-        expert, first_row = _expert_and_row(task // COLUMN_BLOCKS, ends, BLOCK_M, PTX)
+        expert, first_row = _expert_and_row(task // COLUMN_BLOCKS, ends, EXPERT_BLOCK, BLOCK_M, PTX)
         begin = tl.minimum(tl.maximum(tl.load(first_rows_ptr + expert), 0), total_rows)
         count = tl.minimum(tl.load(row_counts_ptr + expert * COUNTS_STRIDE), total_rows - begin)
         # Gate and up tiles alternate in memory; their columns are N / 2 apart.
