@@ -180,6 +180,7 @@ _DECODE_COLUMNS = (
     one("engine, tokens/s", "baseline_tokens_per_s", 0),
     one("arm, tokens/s", "tokens_per_s", 0),
     Column("gain, %", _interval),
+    one("starts of an arm", "blocks", 0),
     one("saved us a layer", "saved_us_per_moe_layer", 1),
     one("saved ms, 58 layers", "saved_ms_58_layers"),
 )
@@ -360,8 +361,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         note=(
             "Tokens per second of a server with the plugin against the same server without it, DeepSeek-V3 sizes with few "
             "layers on one GPU and real DeepEP; gain in percent with its 95% interval. Few layers carry the whole LM head, so "
-            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3. The servers ran "
-            "Triton 3.6; engines bring newer ones, see the comparison of toolchains below."
+            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3. Engines may "
+            "bring another Triton than the one named below: see the comparison of toolchains."
         ),
         group_by=("model", "engine", "routing", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,
@@ -394,8 +395,8 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         title="Decoding over two GPUs",
         file="h200x2/e2e_decode.json",
         note=(
-            "The same with expert parallelism over two GPUs, 256 experts and as many layers as fit; by requests at once. One "
-            "start of each arm, so no verdict: the interval says nothing of how two starts differ."
+            "The same with expert parallelism over two GPUs, 256 experts and as many layers as fit; by requests at once. "
+            "With one start of each arm the interval says nothing of how two starts differ."
         ),
         group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,

@@ -6,9 +6,10 @@
     PYTHONPATH=/somewhere/triton-3.6 python test/gemm_codegen.py      # with another Triton
 
 A small launch of each kernel and form of the weights is looked at as PTX: copies of the bulk engine, matrix products, byte
-permutes. Every launch of the shipped table is looked at as machine code: the assembler lets the products of a group run without
-waiting for one another only while it can see that no lane of a warp group takes another way. Else each product begins a run of
-its own, which is seen nowhere but there (what it costs: benchmark/results/h200/two_kernels_shipped_triton38_one_by_one.json).
+permutes. Launches of the shipped table, but for those of two scale groups a step, are looked at as machine code: the assembler
+lets the products of a group run without waiting for one another only while it can see that no lane of a warp group takes
+another way. Else each product begins a run of its own, which is seen nowhere but there (what it costs:
+``benchmark/results/h200/two_kernels_shipped_triton38_one_by_one.json``).
 
 Needs the engine beside Triton, torch and this package. Exit status: 0, 1 where products of a shipped launch run one by one.
 """

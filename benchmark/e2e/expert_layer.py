@@ -160,9 +160,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                     return NOT_PROVED
                 journal.save(name, cell := cell_of(arm, args.ranks, tokens, found))
             cells.append(cell)
-            right = "right" if cells[-1]["right"] else "WRONG"
-            say(f"{arm.name}, {cells[-1]['padded_rows']} padded rows: {right}, error {cells[-1]['largest_error']:.4f}")
-            if cells[-1]["judged"] and not cells[-1]["right"]:
+            right = "right" if cell["right"] else "WRONG"
+            say(f"{arm.name}, {cell['padded_rows']} padded rows: {right}, error {cell['largest_error']:.4f}")
+            if cell["judged"] and not cell["right"]:
                 status = WRONG
     report.write_json(args.out, {"meta": report.run_meta(tolerance=TOLERANCE), "cells": cells})
     columns = ["arm", "padded rows", "outputs", "equal", "largest error", "right", "judged"]
