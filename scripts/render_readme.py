@@ -63,6 +63,7 @@ class ResultTable:
         group_by: fields whose values make a row; the first columns show them.
         columns: the other columns.
         where: field -> values that a cell must have to be shown. All cells when empty.
+        measured: field that must not be null for a cell to be shown. All cells when empty.
         total: label of a last row over all shown cells; no such row when empty.
     """
 
@@ -72,7 +73,14 @@ class ResultTable:
     group_by: tuple[str, ...]
     columns: tuple[Column, ...]
     where: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    measured: str = ""
     total: str = ""
+
+    def shows(self, cell: Cell) -> bool:
+        """Whether the table is about this cell."""
+        return all(cell[name] in values for name, values in self.where.items()) and (
+            not self.measured or cell[self.measured] is not None
+        )
 
 
 def one(heading: str, name: str, digits: int = 2) -> Column:
@@ -149,6 +157,16 @@ def _interval(cells: Sequence[Cell]) -> str:
     (cell,) = cells
     low, high = cell["interval"]
     return f"{cell['gain_pct']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def _part_of_step(heading: str, part: str) -> Column:
+    """What a part takes of the step of the one cell of a row, in percent."""
+
+    def text(cells: Sequence[Cell]) -> str:
+        (cell,) = cells
+        return f"{100 * cell['share_of_step'][part]:.1f}"
+
+    return Column(heading, text)
 
 
 def _bf16_per_byte(cells: Sequence[Cell]) -> str:
@@ -369,6 +387,25 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         where=_DECODE_ARMS,
     ),
     ResultTable(
+        title="What a step is made of",
+        file="h200/e2e_decode.json",
+        note=(
+            "Kernel time by a profile of the same servers, in percent of the step without a profiler. Expert layers are their "
+            "requant, SiLU, problem sizes and GEMMs together; where Triton computes, its two kernels. The rest, attention and "
+            "the LM head above all, is what few layers carry whole. A run takes a profile at one number of requests."
+        ),
+        group_by=("model", "engine", "routing", "concurrency", "arm"),
+        columns=(
+            _part_of_step("expert layers", "chain"),
+            _part_of_step("requant", "requant"),
+            _part_of_step("SiLU", "silu"),
+            _part_of_step("GEMMs", "gemm"),
+            _part_of_step("DeepEP", "deepep"),
+            _part_of_step("rest", "other"),
+        ),
+        measured="share_of_step",
+    ),
+    ResultTable(
         title="The same tokens?",
         file="h200/e2e_equality.json",
         note=(
@@ -448,7 +485,7 @@ def result_table(table: ResultTable, results: Path) -> str:
     try:
         data = json.loads(path.read_text())
         source = _source(path, table.file, data["meta"])
-        cells = [cell for cell in data["cells"] if all(cell[name] in values for name, values in table.where.items())]
+        cells = [cell for cell in data["cells"] if table.shows(cell)]
         groups: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in cells:
             groups.setdefault(tuple(cell[name] for name in table.group_by), []).append(cell)

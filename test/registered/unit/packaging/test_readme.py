@@ -104,6 +104,16 @@ def test_where_keeps_only_the_cells_asked_for(renderer: ModuleType, tmp_path: Pa
     assert "| rows | k | ours |\n| ---: | ---: | ---: |\n| 1 | 512 | 2.0 |\n\n" in text
 
 
+def test_cells_without_a_measurement_make_no_row(renderer: ModuleType, tmp_path: Path) -> None:
+    parts = [{"k": 1, "share_of_step": {"chain": 0.7176}}, {"k": 2, "share_of_step": None}]
+    columns = (renderer._part_of_step("experts", "chain"),)
+    declared = table(renderer, columns=columns, measured="share_of_step")
+    text = renderer.result_table(declared, write(tmp_path, parts))
+    assert "| k | experts |\n| ---: | ---: |\n| 1 | 71.8 |\n\n" in text
+    with pytest.raises(renderer.RenderError, match="no cell"):
+        renderer.result_table(declared, write(tmp_path, parts[1:]))
+
+
 def test_an_absent_provider_is_not_averaged_away(renderer: ModuleType, tmp_path: Path) -> None:
     text = renderer.result_table(table(renderer), write(tmp_path, [cell(512, 1, 2.0, None), cell(512, 2, 4.0, 4.0)]))
     assert "| 512 | 2 | n/a | n/a |\n" in text
@@ -162,6 +172,15 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
     finally:
         sys.path.remove(str(ROOT / "benchmark"))
     us = {"ours_us": 2.0, "engine_us": 4.0, "legacy_us": 8.0, "copy_us": 1.0}
+    step = {
+        "requant": 0.02,
+        "silu": 0.03,
+        "problem_sizes": 0.0,
+        "gemm": 0.45,
+        "deepep": 0.1,
+        "other": 0.4,
+        "chain": 0.5,
+    }
     grid = [dataclasses.asdict(c) for c in streaming.grid(streaming.EXPERTS, streaming.ROWS, streaming.ROUTINGS)]
     bf16 = {**us, "engine_us": None, "fp8_us": 1.5, "copy_fp8_us": 0.75}
     chain = [
@@ -212,6 +231,7 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
                 "blocks": 2,
                 "saved_us_per_moe_layer": 40.0,
                 "saved_ms_58_layers": 2.32,
+                "share_of_step": step if requests == 32 else None,
             }
             for model in ("deepseek-v3-5l-256e", "deepseek-v3-5l-64e")
             for requests in (8, 32, 128, 256)
