@@ -608,7 +608,12 @@ def _check_masked_rows(masked_m: torch.Tensor, num_experts: int, expected_rows: 
         raise ValueError(f"expected_rows: is {expected_rows}, must be 0 or more, or None when unknown")
 
 
-def _check_same_device(reference: torch.Tensor, **tensors: torch.Tensor) -> None:
+def check_same_device(reference: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """Refuse operands that are on another device than the payload, by their names.
+
+    Raises:
+        ValueError: one is; the message begins with its name.
+    """
     for name, tensor in tensors.items():
         if tensor.device != reference.device:
             raise ValueError(f"{name}: is on {tensor.device}, must be on {reference.device} like the payload")
@@ -649,7 +654,7 @@ def _check_requant(
     if not output.is_contiguous():
         raise ValueError(f"output: strides are {output.stride()}, must be contiguous")
     _check_masked_rows(masked_m, x.size(0), expected_rows)
-    _check_same_device(x, masked_m=masked_m, output_scale=output_scale, output=output)
+    check_same_device(x, masked_m=masked_m, output_scale=output_scale, output=output)
 
 
 def _check_x_scale(x: torch.Tensor, x_scale: torch.Tensor, num_groups: int) -> None:
@@ -664,7 +669,7 @@ def _check_x_scale(x: torch.Tensor, x_scale: torch.Tensor, num_groups: int) -> N
             # Most likely one word a group, which is no layout of any dispatcher: the dtype is what is wrong.
             raise TypeError(f"{text}, as int32 holds {_UE8M0_PER_WORD} packed UE8M0 exponents a word")
         raise ValueError(text)
-    _check_same_device(x, x_scale=x_scale)
+    check_same_device(x, x_scale=x_scale)
 
 
 def _check_problem_sizes(name: str, table: torch.Tensor, num_experts: int) -> None:
@@ -731,7 +736,7 @@ def fp8_per_token_to_per_tensor_quant_triton(
             raise ValueError("problem_sizes1: needs problem_sizes2 and intermediate_size beside it, and they need it")
         _check_problem_sizes("problem_sizes1", problem_sizes1, num_experts)
         _check_problem_sizes("problem_sizes2", problem_sizes2, num_experts)
-        _check_same_device(x, problem_sizes1=problem_sizes1, problem_sizes2=problem_sizes2)
+        check_same_device(x, problem_sizes1=problem_sizes1, problem_sizes2=problem_sizes2)
     if num_experts == 0 or max_rows == 0 or hidden == 0:
         return
 
@@ -1038,7 +1043,7 @@ def _check_silu(
             f"scale: shape is {_shape(scale)}, must hold one element, or one per expert ({input.size(0)}), contiguous"
         )
     _check_masked_rows(masked_m, input.size(0), expected_rows)
-    _check_same_device(input, output=output, masked_m=masked_m, scale=scale)
+    check_same_device(input, output=output, masked_m=masked_m, scale=scale)
 
 
 # torch.compile calls it as it is: choosing a launch is host code with caches, which a trace would freeze.

@@ -73,8 +73,10 @@ class ShapeLaunches:
 
         The layout is one for all row counts, so a layer is served by one backend at all of them. It is regrouped only where
         that is faster over the measured counts together, and at none of them slower than CUTLASS by more than ``LOSS``.
+        Between two measured counts either may be what a call is like, so the next one above counts too.
         """
-        within = [pair for pair in self.pairs if pair.expected_m <= largest_expected_m] or list(self.pairs[:1])
+        above = next((i for i, pair in enumerate(self.pairs) if pair.expected_m >= largest_expected_m), len(self.pairs))
+        within = self.pairs[: above + 1]
         # Twice the largest measured count is still nearer to it than to the next one that would have been measured.
         if largest_expected_m > 2 * self.pairs[-1].expected_m:
             return False

@@ -56,7 +56,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import has_ptx
+from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import check_same_device, has_ptx
 
 GROUP_SIZE = 128
 _HALF = GROUP_SIZE // 2
@@ -554,17 +554,31 @@ def _programs(blocks_n: int, num_experts: int, rows: int, launch: GroupedGemmLau
     return blocks_n * num_experts * max(1, triton.cdiv(rows, launch.block_m))
 
 
-def _check_rows(x: torch.Tensor, output: torch.Tensor, masked_m: torch.Tensor, k: int, n: int) -> None:
-    if x.dim() != 3 or x.size(2) != k or not x.is_contiguous():
-        raise ValueError(f"x: shape is {list(x.shape)}, must be contiguous [E, M, {k}]")
+def _check_launch(launch: GroupedGemmLaunch, groups: int) -> None:
+    if groups % launch.groups_per_step:
+        raise ValueError(f"launch: groups_per_step is {launch.groups_per_step}, must divide the {groups} groups of K")
+
+
+def _check_scale(name: str, scale: torch.Tensor) -> None:
+    if scale.dtype != torch.float32:
+        raise TypeError(f"{name}: dtype is {scale.dtype}, must be torch.float32")
+    if scale.numel() != 1:
+        raise ValueError(f"{name}: shape is {list(scale.shape)}, must hold one element")
+
+
+def _check_rows(
+    x: torch.Tensor, output: torch.Tensor, masked_m: torch.Tensor, num_experts: int, k: int, n: int
+) -> None:
+    if x.dim() != 3 or x.size(0) != num_experts or x.size(2) != k or not x.is_contiguous():
+        raise ValueError(f"x: shape is {list(x.shape)}, must be contiguous [{num_experts}, M, {k}]")
     if x.dtype != torch.float8_e4m3fn:
         raise TypeError(f"x: dtype is {x.dtype}, must be torch.float8_e4m3fn")
-    if tuple(output.shape) != (x.size(0), x.size(1), n) or not output.is_contiguous():
-        raise ValueError(f"output: shape is {list(output.shape)}, must be contiguous {[x.size(0), x.size(1), n]}")
+    if tuple(output.shape) != (num_experts, x.size(1), n) or not output.is_contiguous():
+        raise ValueError(f"output: shape is {list(output.shape)}, must be contiguous {[num_experts, x.size(1), n]}")
     if masked_m.dtype != torch.int32:
         raise TypeError(f"masked_m: dtype is {masked_m.dtype}, must be torch.int32")
-    if tuple(masked_m.shape) != (x.size(0),):
-        raise ValueError(f"masked_m: shape is {list(masked_m.shape)}, must be [{x.size(0)}]")
+    if tuple(masked_m.shape) != (num_experts,) or not masked_m.is_contiguous():
+        raise ValueError(f"masked_m: shape is {list(masked_m.shape)}, must be contiguous [{num_experts}]")
 
 
 def w4a8_gate_up(
@@ -586,7 +600,7 @@ def w4a8_gate_up(
         masked_m: int32 ``[E]``, live rows per expert.
         output_scale: float32, one element: the static scale of the second GEMM's input.
         output: fp8 e4m3 ``[E, M, N]``, written in place.
-        launch: tile and pipeline; only ``block_n`` must be that of the weights.
+        launch: tile and pipeline; ``block_n`` must be that of the weights, and ``groups_per_step`` divide K / 128.
         expected_rows: how many rows an expert has on average, as the dispatcher estimates: sizes the grid, changes no byte.
             None: one block of rows.
 
@@ -595,11 +609,15 @@ def w4a8_gate_up(
     """
     num_experts, rows, groups = _check_weights(w_q, w_scale, launch.block_n, True)
     n, k = rows // 2, groups * GROUP_SIZE
-    _check_rows(x, output, masked_m, k, n)
+    _check_launch(launch, groups)
+    _check_rows(x, output, masked_m, num_experts, k, n)
     if tuple(x_scale.shape) != (num_experts, x.size(1), groups):
         raise ValueError(f"x_scale: shape is {list(x_scale.shape)}, must be {[num_experts, x.size(1), groups]}")
     if x_scale.dtype != torch.float32:
         raise TypeError(f"x_scale: dtype is {x_scale.dtype}, must be torch.float32")
+    _check_scale("output_scale", output_scale)
+    weights = {"w_q": w_q, "w_scale": w_scale}
+    check_same_device(x, x_scale=x_scale, **weights, masked_m=masked_m, output_scale=output_scale, output=output)
     _gate_up_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
         x,
         x_scale,
@@ -644,7 +662,10 @@ def w4a8_down(
         TypeError, ValueError: the message begins with the argument's name.
     """
     num_experts, n, groups = _check_weights(w_q, w_scale, launch.block_n, False)
-    _check_rows(x, output, masked_m, groups * GROUP_SIZE, n)
+    _check_launch(launch, groups)
+    _check_rows(x, output, masked_m, num_experts, groups * GROUP_SIZE, n)
+    _check_scale("x_scale", x_scale)
+    check_same_device(x, x_scale=x_scale, w_q=w_q, w_scale=w_scale, masked_m=masked_m, output=output)
     _down_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
         x,
         x_scale,
@@ -679,7 +700,7 @@ def w4a8_rows(
         w_q, w_scale: regrouped as ``layout`` says; gate and up rows come out as two halves, as they were loaded.
         first_rows: int32 ``[E]``, where each expert's rows begin; row_counts: int32 ``[E]``, any stride, how many they are.
         output: bfloat16 (or float32) ``[rows, N]``; rows that belong to no expert are left as they are.
-        launch: tile and pipeline; ``block_n`` must be that of the layout.
+        launch: tile and pipeline; ``block_n`` must be that of the layout, and ``groups_per_step`` divide K / 128.
 
     Raises:
         TypeError, ValueError: the message begins with the argument's name.
@@ -701,6 +722,10 @@ def w4a8_rows(
             raise ValueError(f"{name}: shape is {list(numbers.shape)}, must be [{num_experts}]")
     if not first_rows.is_contiguous():
         raise ValueError(f"first_rows: stride is {first_rows.stride(0)}, must be contiguous")
+    _check_launch(launch, groups)
+    _check_scale("x_scale", x_scale)
+    rows = {"first_rows": first_rows, "row_counts": row_counts}
+    check_same_device(x, x_scale=x_scale, w_q=w_q, w_scale=w_scale, **rows, output=output)
     # The engine makes one of them for the rows that came and the other for the most that may.
     total_rows = min(x.size(0), output.size(0))
     _rows_kernel[(_programs(n // launch.block_n, num_experts, triton.cdiv(total_rows, num_experts), launch),)](

@@ -305,6 +305,24 @@ REJECTED = {
     "masked_m length": (lambda a: a.update(masked_m=a["masked_m"][:1]), ValueError, "masked_m"),
     "output shape": (lambda a: a.update(output=a["output"][:, :1].contiguous()), ValueError, "output"),
     "w_scale size": (lambda a: a.update(w_scale=a["w_scale"][:1]), ValueError, "w_scale"),
+    "experts": (
+        lambda a: a.update(x=a["x"][:1], x_scale=a["x_scale"][:1], masked_m=a["masked_m"][:1]),
+        ValueError,
+        "x",
+    ),
+    "masked_m stride": (lambda a: a.update(masked_m=a["masked_m"].repeat(2)[::2]), ValueError, "masked_m"),
+    "output_scale dtype": (lambda a: a.update(output_scale=a["output_scale"].half()), TypeError, "output_scale"),
+    "output_scale size": (lambda a: a.update(output_scale=a["output_scale"].repeat(2)), ValueError, "output_scale"),
+    "groups per step": (lambda a: a.update(launch=GroupedGemmLaunch(64, groups_per_step=4)), ValueError, "launch"),
+    "device": (lambda a: a.update(masked_m=a["masked_m"].to("meta")), ValueError, "masked_m"),
+}
+DOWN_REJECTED = {
+    "experts": (lambda a: a.update(x=a["x"][:1], output=a["output"][:1]), ValueError, "x"),
+    "masked_m stride": (lambda a: a.update(masked_m=a["masked_m"].repeat(2)[::2]), ValueError, "masked_m"),
+    "x_scale dtype": (lambda a: a.update(x_scale=a["x_scale"].double()), TypeError, "x_scale"),
+    "x_scale size": (lambda a: a.update(x_scale=torch.ones(2, device=DEVICE)), ValueError, "x_scale"),
+    "groups per step": (lambda a: a.update(launch=GroupedGemmLaunch(64, groups_per_step=4)), ValueError, "launch"),
+    "device": (lambda a: a.update(x_scale=a["x_scale"].to("meta")), ValueError, "x_scale"),
 }
 
 
@@ -326,6 +344,25 @@ def test_bad_input_is_refused_by_name(case):
     spoil(arguments)
     with pytest.raises(error, match=rf"^{name}: "):
         two.w4a8_gate_up(**arguments)
+
+
+@pytest.mark.parametrize("case", DOWN_REJECTED)
+def test_bad_input_of_the_second_kernel_is_refused_by_name(case):
+    spoil, error, name = DOWN_REJECTED[case]
+    packed, interleaved = weights(2, 64, 256)[2:]
+    arguments = {
+        "x": torch.zeros((2, 4, 256), dtype=torch.float8_e4m3fn, device=DEVICE),
+        "x_scale": torch.ones(1, device=DEVICE),
+        "w_q": packed,
+        "w_scale": interleaved,
+        "masked_m": torch.ones(2, dtype=torch.int32, device=DEVICE),
+        "output": torch.zeros((2, 4, 64), dtype=torch.bfloat16, device=DEVICE),
+        "launch": GroupedGemmLaunch(64),
+    }
+    two.w4a8_down(**arguments)
+    spoil(arguments)
+    with pytest.raises(error, match=rf"^{name}: "):
+        two.w4a8_down(**arguments)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs are the device's")

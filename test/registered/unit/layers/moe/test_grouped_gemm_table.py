@@ -197,7 +197,10 @@ def test_a_malformed_file_costs_one_warning(tmp_path, caplog, data):
     "times, largest, ahead",
     [
         ([(2, 1.0, 1.2), (9, 1.0, 1.1)], 9, True),
-        ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 2.0, 1.0)], 17, True),  # it never sees those rows
+        ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 2.0, 1.0)], 9, True),  # it never sees more rows
+        ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 2.0, 1.0)], 17, False),  # nothing measured says on which side 17 is
+        ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 2.0, 1.0)], 40, False),  # served as 65 is
+        ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 1.0, 1.0)], 40, True),
         ([(2, 1.0, 1.2), (9, 1.0, 1.1), (65, 2.0, 1.0)], 65, False),
         ([(2, 1.0, 1.2), (9, 1.02, 1.0)], 9, True),
         ([(2, 1.0, 1.2), (9, 1.03, 1.0)], 9, False),
