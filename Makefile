@@ -1,6 +1,6 @@
 # `make demo` and `make test` do all the set-up on a fresh clone. Variables:
 #   PYTHON   interpreter to make the environment with, 3.11 or newer          make test PYTHON=python3.12
-#   ENGINE   engine version other than the pinned one, in a .venv of its own  make test ENGINE=0.5.24
+#   ENGINE   engine version other than the pinned one, in a .venv of its own  make test ENGINE=0.5.21
 #   VENV     where the environment goes                                       make test VENV=/big/disk/venv
 #   NIGHTLY  1: nightly files too                                             make test NIGHTLY=1
 #   ARGS     goes to pytest                                                   make test ARGS=-x

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the virtual environment that `make demo` and `make test` work in: the pinned engine and this checkout.
 
-    python3 scripts/setup_env.py --venv .venv [--engine 0.5.24]
+    python3 scripts/setup_env.py --venv .venv [--engine 0.5.21]
 
 Versions come from ``constraints.txt``; ``--engine`` replaces the engine's pin. A stamp in the environment holds a hash
 of everything that decides what is in it, so that a second run returns at once and a changed file brings it up to date.
@@ -116,7 +116,12 @@ def install(venv: Path, engine: str) -> None:
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
     if status != 0:
-        raise SetupError(f"pip exited with status {status}; the reason stands above. Run the same command to go on.")
+        # pip's status is the same for both.
+        raise SetupError(
+            f"pip exited with status {status}; the reason stands above. If it was the network or the disk, run the same "
+            "command to go on. If pip found no version that fits, running it again does not help: name an engine that there "
+            f"is (ENGINE={pinned_engine()} is the pinned one), or another Python (PYTHON=python3.12)."
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,6 +15,8 @@ import tomllib
 from packaging.requirements import Requirement
 from sglang.test.ci.ci_register import register_cpu_ci
 
+from sglang_w4afp8 import guard, plugin
+
 register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -149,7 +151,10 @@ def test_a_failed_installation_is_not_taken_for_a_finished_one(
     venv = tmp_path / "venv"
     fake_processes(monkeypatch, setup_env, Installer(pip_status=7))
     assert setup_env.main(["--venv", str(venv)]) == 1
-    assert "pip exited with status 7" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "pip exited with status 7" in said and "the network or the disk, run the same command to go on" in said
+    assert "If pip found no version that fits, running it again does not help" in said
+    assert f"(ENGINE={constraints()['sglang']} is the pinned one)" in said
     installer = Installer()
     fake_processes(monkeypatch, setup_env, installer)
     assert setup_env.main(["--venv", str(venv)]) == 0
@@ -184,6 +189,12 @@ def test_too_little_disk_is_said_before_anything_is_made(
     assert setup_env.main(["--venv", str(tmp_path / "not" / "there")]) == 1
     assert f"error: 9.5 GB free at {tmp_path}" in capsys.readouterr().err
     assert not (tmp_path / "not").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "Makefile", "scripts/setup_env.py"])
+def test_the_engine_of_the_examples_is_one_that_the_plugin_knows(name: str) -> None:
+    engines = re.findall(r"(?:ENGINE=|--engine )(\d[\w.]*\w)", (ROOT / name).read_text())
+    assert engines and all(guard.version_within(engine, *plugin.ENGINES) for engine in engines)
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
