@@ -3,12 +3,12 @@
 
     python scripts/check_engine_versions.py             # check, and compare with docs/engine_versions.json
     python scripts/check_engine_versions.py --write     # check, and write docs/engine_versions.json
-    python scripts/check_engine_versions.py --versions 0.5.24
+    python scripts/check_engine_versions.py --versions 0.5.23 0.5.24    # these only; here a new one beside the last known
 
 Per version: every target of the plugin's ledger is where the ledger says, with a signature that it knows; the in-tree
 patch applies, is valid on the engine's oldest Python, is found by the plugin, changes nothing when applied again, and
-reverts to the same bytes; its decode CUDA graphs are as `decode_graphs` of the plugin says. A new engine release is one line
-in `ENGINE_VERSIONS`. Wheels are fetched through pip, once.
+reverts to the same bytes; its decode CUDA graphs are as `decode_graphs` of the plugin says. A version newer than the plugin
+knows is compared with what it knows of the newest, and said to be new. Wheels are fetched through pip, once.
 
 Exit status: 0 all well; 1 a version drifts (the first is named, with what differs) or the report is out of date; 2 a wheel
 cannot be fetched.
@@ -91,6 +91,17 @@ class VersionReport:
     problems: list[str] = field(default_factory=list)
     fork_problems: list[str] = field(default_factory=list)
 
+    @property
+    def is_new(self) -> bool:
+        """Whether the version is past those of the ledger."""
+        found, last = guard.release(self.version), guard.release(plugin.ENGINES[1])
+        return found is not None and last is not None and found > last
+
+    @property
+    def known_as(self) -> str:
+        """The version whose homes in the ledger hold: a new one is expected to be like the newest that is known."""
+        return plugin.ENGINES[1] if self.is_new else self.version
+
 
 def targets() -> list[plugin.Target]:
     return [target for patch in plugin.LEDGER for target in patch.targets]
@@ -145,14 +156,19 @@ def _snapshot(folder: Path) -> dict[str, bytes]:
     }
 
 
-def check_fork(package: Path) -> list[str]:
-    """Apply the in-tree patch to a package, look at what was made, and take it back; what went wrong, if anything."""
+def check_fork(package: Path, any_version: bool = False) -> list[str]:
+    """Apply the in-tree patch to a package, look at what was made, and take it back; what went wrong, if anything.
+
+    Args:
+        package: the directory ``sglang`` of an unpacked wheel; it is as it was afterwards.
+        any_version: apply it whatever the engine's version.
+    """
     root = package.parent
     before = _snapshot(root)
     problems = []
     try:
         engine = tree.find(root)
-        for change in tree.apply(engine, tests=False):
+        for change in tree.apply(engine, tests=False, any_version=any_version):
             ast.parse(change.after, feature_version=edits.ENGINE_PYTHON)
         unseen = [
             target.attribute
@@ -162,7 +178,7 @@ def check_fork(package: Path) -> list[str]:
         if unseen:
             problems.append(f"the plugin does not see the in-tree patch of {', '.join(unseen)}")
         patched = _snapshot(root)
-        if tree.apply(engine, tests=False) or _snapshot(root) != patched:
+        if tree.apply(engine, tests=False, any_version=any_version) or _snapshot(root) != patched:
             problems.append("applying it again changed files")
         tree.revert(engine)
         if (after := _snapshot(root)) != before:
@@ -177,8 +193,8 @@ def check_package(package: Path, report: VersionReport) -> dict[str, list[str]]:
     """Fill in what a version's files say; returns the code of every target, for comparison with the next version."""
     codes: dict[str, list[str]] = {}
     for target in targets():
-        check = guard.check_target(target, [package], report.version)
-        home = next((h for h in target.homes if guard.version_within(report.version, h.first, h.last)), None)
+        check = guard.check_target(target, [package], report.known_as)
+        home = next((h for h in target.homes if guard.version_within(report.known_as, h.first, h.last)), None)
         if check.problem:
             report.problems.append(check.problem)
             continue
@@ -195,7 +211,7 @@ def check_package(package: Path, report: VersionReport) -> dict[str, list[str]]:
             call = source.one_call(file, source.one_function(file, edits.CHAIN), edits.REQUANT)
             report.threads_expected_m = any(keyword.arg == "expected_rows" for keyword in call.keywords)
     check_graphs(package, report)
-    report.fork_problems = check_fork(package)
+    report.fork_problems = check_fork(package, any_version=report.is_new)
     return codes
 
 
@@ -260,14 +276,18 @@ def _print(reports: Sequence[VersionReport]) -> None:
     for report in reports:
         state = "DRIFTS" if report.problems else "ok"
         fork = "DRIFTS" if report.fork_problems else "ok"
+        new = "  not in plugin.ENGINES yet" if report.is_new else ""
         changed = f"  new code: {', '.join(report.changed)}" if report.changed else ""
-        print(f"sglang {report.version:<13} plugin {state:<7} in-tree {fork:<7} triton {report.triton:<6}{changed}")
+        print(
+            f"sglang {report.version:<13} plugin {state:<7} in-tree {fork:<7} triton {report.triton:<6}{new}{changed}"
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--versions", nargs="+", metavar="VERSION", help="only these, compared with no report")
-    parser.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--versions", nargs="+", metavar="VERSION", help="only these, compared with no report")
+    what.add_argument("--write", action="store_true", help=f"write {REPORT.relative_to(ROOT)}, of every version")
     parser.add_argument("--cache", type=Path, help="where wheels are kept (default: the user's cache directory)")
     options = parser.parse_args(argv)
     try:

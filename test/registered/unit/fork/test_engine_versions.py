@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import zipfile
 
 import pytest
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -132,6 +133,59 @@ def test_a_moved_module_is_named(checker, tmp_path):
         f"{name}: expected it in sglang.kernels.ops.moe.ep_moe_kernels, found it in sglang.srt.layers.moe.ep_moe.kernels"
         for name in ("fp8_per_token_to_per_tensor_quant_triton", "silu_and_mul_masked_post_per_tensor_quant_fwd")
     ]
+
+
+@pytest.fixture
+def new_engine(checker, tmp_path):
+    """Makes a cache of wheels that holds 0.5.23 as it is and, with a piece of its kernels' text replaced, as 0.5.24."""
+
+    def make(old="", new=""):
+        (wheel,) = checker.cached_wheels.engine_wheels(["0.5.23"]).values()
+        root, folder = tmp_path / "new", tmp_path / "engine-wheels"
+        checker.unpack(wheel, root)
+        for file, before, after in (("sglang/_version.py", "'0.5.23'", "'0.5.24'"), (KERNELS, old, new)):
+            text = (root / file).read_text()
+            assert text.count(before) == 1 or not before
+            (root / file).write_text(text.replace(before, after))
+        folder.mkdir()
+        (folder / wheel.name).symlink_to(wheel)
+        with zipfile.ZipFile(folder / wheel.name.replace("0.5.23", "0.5.24"), "w") as archive:
+            for path in root.rglob("*.py"):
+                archive.write(path, path.relative_to(root))
+            archive.writestr("sglang-0.5.24.dist-info/METADATA", checker._metadata(wheel))
+        return tmp_path
+
+    return make
+
+
+def test_a_new_version_of_the_same_engine_is_said_to_be_new_and_does_not_drift(checker, new_engine, capsys):
+    cache = new_engine()
+    assert checker.main(["--versions", "0.5.23", "0.5.24", "--cache", str(cache)]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "sglang 0.5.23        plugin ok      in-tree ok      triton 3.8.0 ",
+        "sglang 0.5.24        plugin ok      in-tree ok      triton 3.8.0   not in plugin.ENGINES yet",
+    ]
+    assert said.err == ""
+
+
+def test_what_drifts_in_a_new_version_is_all_that_is_named(checker, new_engine, capsys):
+    cache = new_engine("    output: torch.Tensor,\n    expected_rows", "    out: torch.Tensor,\n    expected_rows")
+    assert checker.main(["--versions", "0.5.24", "--cache", str(cache)]) == 1
+    assert capsys.readouterr().err == (
+        "error: sglang 0.5.24 is the first that drifts: "
+        "sglang.kernels.ops.moe.ep_moe_kernels.fp8_per_token_to_per_tensor_quant_triton: expected "
+        "(x, x_scale, masked_m, output_scale, output, expected_rows=...) or "
+        "(x, x_scale, masked_m, output_scale, output), "
+        "found (x, x_scale, masked_m, output_scale, out, expected_rows=...)\n"
+    )
+
+
+def test_some_versions_are_not_written(checker, capsys):
+    with pytest.raises(SystemExit) as refused:
+        checker.main(["--versions", "0.5.23", "--write"])
+    assert refused.value.code == 2
+    assert "--write: not allowed with argument --versions" in capsys.readouterr().err
 
 
 def test_a_version_that_pip_does_not_know_is_named(checker, tmp_path, monkeypatch, capsys):
