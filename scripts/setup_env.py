@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--venv", type=Path, required=True, help="directory of the environment")
     parser.add_argument("--engine", help="version of sglang (default: the one pinned in constraints.txt)")
     options = parser.parse_args(argv)
-    venv = options.venv.absolute()
+    venv = Path(os.path.abspath(options.venv))  # as venv writes it into pyvenv.cfg: without ".." too
     try:
         engine = options.engine or pinned_engine()
         key = stamp_key(venv, engine)

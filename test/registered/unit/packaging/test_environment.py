@@ -68,7 +68,7 @@ class Installer:
 
     def __call__(self, command: list[str]) -> int:
         if "venv" in command:
-            venv = Path(command[-1])
+            venv = Path(os.path.abspath(command[-1]))  # which is what the real one writes into its files
             shutil.rmtree(venv, ignore_errors=True)
             venv.mkdir(parents=True)
             (venv / "pyvenv.cfg").write_text(f"command = {sys.executable} -m venv --clear {venv}\n")
@@ -159,6 +159,21 @@ def test_a_failed_installation_is_not_taken_for_a_finished_one(
     fake_processes(monkeypatch, setup_env, installer)
     assert setup_env.main(["--venv", str(venv)]) == 0
     assert (len(installer.pip_commands), installer.cleared) == (1, [])
+
+
+def test_a_path_through_a_parent_is_the_environment_that_it_leads_to(
+    setup_env: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the workflow's VENV, beside the checkout, is written."""
+    installer, venv = Installer(), tmp_path / "checkout" / ".." / "venv"
+    fake_processes(monkeypatch, setup_env, installer)
+    assert setup_env.main(["--venv", str(venv)]) == 0
+    assert setup_env.main(["--venv", str(tmp_path / "venv")]) == 0
+    assert (len(installer.pip_commands), installer.cleared) == (1, [tmp_path / "venv"])
+    with setup_env.INPUTS[0].open("a") as file:
+        file.write("# changed\n")
+    assert setup_env.main(["--venv", str(venv)]) == 0
+    assert (len(installer.pip_commands), installer.cleared) == (2, [tmp_path / "venv"])
 
 
 def test_a_moved_environment_is_made_anew(
