@@ -1,6 +1,7 @@
 """What SECURITY.md and the README say the package never does, read off its source."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_nothing_on_the_serving_path_has_network_or_processes():
     for name, tree in modules(serving_only=True).items():
         assert not imported(tree) & {*NETWORK, "subprocess", "multiprocessing"}, name
         assert not {"os.system", "os.popen", "os.fork"} & set(calls(tree)), name
+
+
+def test_processes_are_those_that_security_md_names():
+    """``bench/measure.py`` is where `bench` and `tune` get what a file says of its run."""
+    found = modules(serving_only=False)
+    users = {name for name, tree in found.items() if imported(tree) & {"subprocess", "multiprocessing"}}
+    assert users == {"bench/measure.py", "doctor.py"}
+    assert {name for name, tree in found.items() if "'nvidia-smi'" in ast.unparse(tree)} == users
+    text = (Path(__file__).resolve().parents[3] / "SECURITY.md").read_text(encoding="utf-8")
+    (row,) = [line for line in text.splitlines() if line.startswith("| processes |")]
+    assert re.findall(r"`([\w-]+)`", row) == ["doctor", "nvidia-smi", "bench", "tune"]
 
 
 def test_the_demo_alone_opens_a_socket_and_on_the_loopback_interface():

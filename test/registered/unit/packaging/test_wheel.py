@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -163,6 +164,9 @@ def test_the_sdist_holds_the_package_and_its_tests_and_nothing_of_the_developers
         names = {name.split("/", 1)[1] for name in sdist.getnames() if "/" in name}
     assert {"LICENSE", "README.md", "CHANGELOG.md", "pyproject.toml", "constraints.txt", "Makefile"} <= names
     assert {f"python/sglang_w4afp8/{name}" for name in built.sources} <= names
+    links = set(re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text()))
+    assert {"SECURITY.md", "docs"} <= links
+    assert [link for link in links if not any(f"{name}/".startswith(f"{link}/") for name in names)] == []
     own_path = Path(__file__).relative_to(ROOT).as_posix()
     assert {own_path, "test/conftest.py", "test/run_suite.py", "scripts/setup_env.py"} <= names
     hidden = {name for name in names if any(part.startswith(".") for part in name.split("/"))}
