@@ -18,6 +18,7 @@ _NAMESPACES = {
     "disaggregation_mode": "disagg",
     "enable_eplb": "exec.moe",
     "enable_two_batch_overlap": "exec.overlap",
+    "is_ep_joiner": "exec.moe",
     "load_format": "model",
     "max_running_requests": "schedule",
     "moe_a2a_backend": "exec.moe",

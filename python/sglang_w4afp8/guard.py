@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,6 +84,31 @@ def engine_roots() -> list[str]:
     """Directories of the installed engine package, in import order; empty when there is none."""
     spec = importlib.util.find_spec(ENGINE_PACKAGE)
     return list(spec.submodule_search_locations or ()) if spec else []
+
+
+# Stands in for the engine's scheduler processes where a server runs on Ray; and what imports it.
+_RAY_ACTOR, _RAY_ENGINE = "sglang.srt.ray.scheduler_actor", "sglang.srt.ray.engine"
+
+
+def why_schedulers_load_no_plugins(
+    roots: Sequence[str | Path], arguments: Sequence[str], imported: Collection[str]
+) -> str | None:
+    """Why the processes that will hold the model run without the plugin; None where they run with it.
+
+    Args:
+        roots: the engine package's directories.
+        arguments: this process's command line.
+        imported: names of the modules that it has imported.
+    """
+    if "--use-ray" not in arguments and _RAY_ENGINE not in imported:
+        return None
+    actor = module_file(_RAY_ACTOR, roots)
+    if actor is None or "load_plugins" in actor.read_text(encoding="utf-8"):
+        return None
+    return (
+        "THE SCHEDULERS WILL RUN UNPATCHED: on Ray (--use-ray, RayEngine) the engine runs them as actors, which load no "
+        "plugins; write the change into the engine's tree instead (sglang-w4afp8 fork), or serve without Ray"
+    )
 
 
 def module_file(module: str, roots: Sequence[str | Path]) -> Path | None:

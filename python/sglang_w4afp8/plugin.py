@@ -648,7 +648,7 @@ class _Verification:
             _stand_down_on_own_fault(error)
 
     def _verify(self, apply_hooks: Callable[[], None]) -> None:
-        from sglang_w4afp8 import lifecycle
+        from sglang_w4afp8 import guard, lifecycle
 
         statuses = {status.name: status for status in self.report.patches}
         holders = _holders([binding.original for found in self.bindings.values() for binding in found])
@@ -665,6 +665,11 @@ class _Verification:
         report = replace(self.report, verified=True, patches=tuple(followed[patch.name] for patch in LEDGER))
         lifecycle.record(report)
         _refuse_if_strict(report)
+        elsewhere = guard.why_schedulers_load_no_plugins(guard.engine_roots(), sys.argv, sys.modules)
+        if elsewhere and any(status.state is lifecycle.State.ACTIVE for status in report.patches):
+            if report.strict:
+                raise _Refusal(elsewhere)
+            lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {elsewhere}")
         lifecycle.announce(logging.INFO, report.line())
 
     def _had_failed(self, name: str) -> bool:

@@ -27,6 +27,7 @@ from engine_process import (
     sgl_kernel_with,
     write,
 )
+from sglang_w4afp8 import guard
 
 register_cpu_ci(est_time=150, suite="base-a-test-cpu")
 
@@ -367,6 +368,33 @@ def test_unknown_engine_is_left_alone_unless_allowed(fake_engine):
     done = fake_engine.run(code, SGLANG_W4AFP8_ALLOW_UNKNOWN_ENGINE="1")
     assert done.result == [[False, False, False], dict.fromkeys(EVERY_PATCH, "standing down"), []]
     assert len(done.lines("EVERY PATCH STANDS DOWN", "not every signature matches", "masked_m, scale, output")) == 1
+
+
+RAY_ACTOR = "srt/ray/scheduler_actor.py"
+
+
+def test_schedulers_that_load_no_plugins_are_said_to_run_unpatched_and_strict_refuses(fake_engine):
+    on_ray = "import sys\nsys.argv = ['launch_server', '--use-ray']\n"
+    code = on_ray + _load(f"result = {OURS}")
+    folder = fake_engine.folder
+    fake_engine.folder = folder / "no plugins"
+    fake_engine.files[RAY_ACTOR] = "class SchedulerActor: ...\n"
+    assert len(fake_engine.run(code).lines("THE SCHEDULERS WILL RUN UNPATCHED", "--use-ray", "fork")) == 1
+    fake_engine.folder = folder / "strict"
+    refused = fake_engine.run(code, SGLANG_W4AFP8_STRICT="1")
+    assert refused.status == 1 and refused.lines("refusing to start: THE SCHEDULERS WILL RUN UNPATCHED")
+    fake_engine.folder = folder / "without Ray"
+    assert fake_engine.run(_load(f"result = {OURS}"), SGLANG_W4AFP8_STRICT="1").result == [True, True, True]
+    fake_engine.folder = folder / "mended"
+    fake_engine.files[RAY_ACTOR] = "from sglang.srt.plugins import load_plugins\nload_plugins()\n"
+    assert fake_engine.run(code, SGLANG_W4AFP8_STRICT="1").result == [True, True, True]
+
+
+def test_the_installed_engine_loads_no_plugins_in_its_ray_actors():
+    roots = guard.engine_roots()
+    assert guard.why_schedulers_load_no_plugins(roots, ["launch_server"], ["sglang.srt.ray.engine"])
+    assert guard.why_schedulers_load_no_plugins(roots, ["launch_server", "--use-ray"], [])
+    assert guard.why_schedulers_load_no_plugins(roots, ["launch_server"], []) is None
 
 
 def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):

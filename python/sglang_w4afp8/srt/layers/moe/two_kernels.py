@@ -66,6 +66,8 @@ _WEIGHTS = (("w13_weight", "w13_weight_scale_inv", True), ("w2_weight", "w2_weig
 # the engine's copy into parameters: that it is ours.
 _LAYOUT, _LOADER, _PROCESSED, _SAVING = "_w4afp8_layout", "_w4afp8_loader", "_w4afp8_processed", "_w4afp8_saving"
 _REFUSES = "_w4afp8_refuses"
+# The engine's own mark on a module whose weights must not be saved or sent: why.
+_EXPORT = "_weight_export_error"
 _RESTORE = "restore_weights_before_loading"
 _ENGINE_GEMM = "cutlass_w4a8_moe_mm"
 # The formats that load a checkpoint and process it afterwards. Others copy processed weights (sharded_state, presharded,
@@ -229,10 +231,13 @@ def plan(method: Any, layer: Any, wanted: str) -> tuple[int, int] | str:
 def _agreed(chosen: tuple[int, int] | str) -> tuple[int, int] | str:
     """What all ranks have chosen for a layer, where experts may move between them.
 
-    Every rank takes part, whatever it has chosen, because the others wait for it.
+    Every rank takes part, whatever it has chosen, because the others wait for it; but for one that joins ranks that serve
+    already, which nobody waits for.
     """
     if not engine_state.setting("enable_eplb"):
         return chosen
+    if engine_state.setting("is_ep_joiner"):
+        return "this rank joins others that serve already, and load balancing moves experts between them"
     group = engine_state.expert_group()
     if group.world_size == 1:
         return chosen
@@ -280,6 +285,7 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
             weight.weight_loader = functools.partial(_refuse_to_load, weight_name)
     if not hasattr(layer, _SAVING):
         setattr(layer, _SAVING, layer.register_state_dict_pre_hook(_refuse_to_save))
+    setattr(layer, _EXPORT, _no_saving("w13_weight"))
     if hasattr(type(method), _RESTORE):
         # The engine calls it on the method's object before it loads into a model that serves.
         setattr(method, _RESTORE, functools.partial(_restore_for_reload, getattr(type(method), _RESTORE), method))
@@ -300,6 +306,8 @@ def restore_layer(layer: Any) -> None:
         if hasattr(weight, _LOADER):
             weight.weight_loader = getattr(weight, _LOADER)
             delattr(weight, _LOADER)
+    if hasattr(layer, _EXPORT):
+        delattr(layer, _EXPORT)
 
 
 def _restore_for_reload(original: Callable[..., Any], method: Any, layer: Any) -> Any:
@@ -316,10 +324,14 @@ def _refuse_to_load(name: str, *args: Any, **kwargs: Any) -> None:
 
 def _refuse_to_save(layer: Any, prefix: str, keep_vars: bool) -> None:
     if is_regrouped(layer):
-        raise RuntimeError(
-            f"{prefix}w13_weight: its layer is regrouped for the Triton backend, so what is saved of it could not be loaded; "
-            f"start the server with {switches.PREFIX}BACKEND=cutlass to save its weights"
-        )
+        raise RuntimeError(_no_saving(f"{prefix}w13_weight"))
+
+
+def _no_saving(name: str) -> str:
+    return (
+        f"{name}: its layer is regrouped for the Triton backend, so what is saved of it could not be loaded; start the server "
+        f"with {switches.PREFIX}BACKEND=cutlass to save or send its weights"
+    )
 
 
 def refuse_direct_loads() -> None:

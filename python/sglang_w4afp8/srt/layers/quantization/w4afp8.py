@@ -3,6 +3,7 @@
 Stands in for, or around, the engine's methods of the same names; engines before 0.5.19 drop ``expected_m`` in the first.
 """
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 from sglang_w4afp8 import engine_state, lifecycle
 from sglang_w4afp8.kernels.ops.moe.reference import ue8m0_to_float32
 from sglang_w4afp8.srt.layers.moe import decode_graphs, dispatch_cap, two_kernels
+
+logger = logging.getLogger(__name__)
 
 _GROUP_SIZE = 128
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
@@ -105,9 +108,40 @@ def process_weights_after_loading(original: Callable[..., Any], self: Any, layer
         _share_scales(layer, scales, problems)
     if problems:
         raise ValueError("; ".join(problems))
+    _check_activation(self, layer)
     if backend in ("triton", "auto"):
         two_kernels.regroup_layer(self, layer, backend)
     return result
+
+
+# What a model may ask of its experts' activation, and what of it is computed: silu(gate) * up, whatever the model asks.
+_ACTIVATION = {
+    "activation": ("silu", None),
+    "is_gated": (True, None),
+    **dict.fromkeys(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"), (None,)),
+}
+_said: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.warning("sglang-w4afp8: %s", text)
+
+
+def _check_activation(method: Any, layer: Any) -> None:
+    """Warn where a model's experts have another activation than the one that W4AFP8 experts are computed with.
+
+    The engine serves such a model all the same, and so do we: both compute ``silu(gate) * up``.
+    """
+    config = getattr(method, "moe_runner_config", None) or getattr(layer, "moe_runner_config", None)
+    asked = {name: getattr(config, name, None) for name in _ACTIVATION}
+    other = [f"{name}={value!r}" for name, value in asked.items() if value not in _ACTIVATION[name]]
+    if other:
+        _warn_once(
+            f"the model's experts have {', '.join(other)}, and W4AFP8 experts are computed as silu(gate) * up: WRONG RESULTS. "
+            "This is the engine's own fault, with this plugin and without. Serve this model with another quantization"
+        )
 
 
 def _share_scales(layer: Any, scales: torch.Tensor, problems: list[str]) -> None:
@@ -120,6 +154,12 @@ def _share_scales(layer: Any, scales: torch.Tensor, problems: list[str]) -> None
     """
     group = engine_state.expert_group()
     if group.world_size == 1:
+        return
+    if engine_state.setting("is_ep_joiner"):  # the others serve already and would not answer
+        _warn_once(
+            "this rank joins others that serve already, so that its experts' input scales are not shared with theirs: an "
+            "expert that load balancing moves here may saturate; start all ranks anew to share them"
+        )
         return
     faulty = scales.new_tensor([float(bool(problems))])
     shared = torch.cat([torch.zeros_like(scales) if problems else scales, faulty])

@@ -205,6 +205,7 @@ result["direct changed"] = [torch.equal(model.norm.weight, new_norm), *same(memo
 result["direct, others"] = outcome(updater._model_load_weights_direct, model, [("norm.weight", new_norm)])
 result["direct, others changed"] = torch.equal(model.norm.weight, new_norm)
 result["save"] = outcome(model.state_dict)
+result["export"] = getattr(layer, "_weight_export_error", None)
 result["in place"] = pointers == [getattr(layer, name).data_ptr() for name in NAMES]
 result["scales have a loader"] = [hasattr(getattr(layer, name), "weight_loader") for name in NAMES[2:]]
 # Dummy weights are any bytes, and every byte is two values.
@@ -215,6 +216,7 @@ before = [getattr(dummy, name).detach().clone() for name in NAMES[:2]]
 process(dummy)
 two_kernels.restore_layer(dummy)
 result["save in the engine's layout"] = outcome(dummy.state_dict)
+result["export in the engine's layout"] = getattr(dummy, "_weight_export_error", None)
 bare = torch.nn.Module()
 bare.experts = dummy
 zeros = [("experts.w13_weight", torch.zeros_like(dummy.w13_weight))]
@@ -419,6 +421,9 @@ result["other tiles"] = regrouped()
 if rank:
     two_kernels.capability = lambda device: (10, 0)
 result["other GPU"] = regrouped()
+settings["is_ep_joiner"] = True
+# Alone: a rank that joins has nobody to wait for.
+result["joins"] = regrouped() if rank else None
 dist.destroy_process_group()
 """
 
@@ -574,9 +579,10 @@ def test_an_engine_whose_direct_load_cannot_be_found_is_named_once(stub):
 def test_a_regrouped_layer_is_not_saved(life):
     assert life["save"] == (
         "RuntimeError: experts.w13_weight: its layer is regrouped for the Triton backend, so what is saved of it could not be "
-        "loaded; start the server with SGLANG_W4AFP8_BACKEND=cutlass to save its weights"
+        "loaded; start the server with SGLANG_W4AFP8_BACKEND=cutlass to save or send its weights"
     )
-    assert life["save in the engine's layout"] == "accepted"
+    assert life["save"].endswith(life["export"])
+    assert life["save in the engine's layout"] == "accepted" and life["export in the engine's layout"] is None
 
 
 def test_the_engine_itself_cannot_load_a_layers_scales_again(life):
@@ -654,7 +660,9 @@ def test_with_load_balancing_ranks_regroup_alike_or_not_at_all(stub, tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
+    joins = [result.pop("joins") for result in results]
     assert results == [{"same": True, "other tiles": False, "other GPU": False}] * 2
+    assert joins == [None, False]  # a rank that joins others that serve has nobody to agree with
 
 
 if __name__ == "__main__":

@@ -76,6 +76,26 @@ for load in ("first load", "second load"):
     result[load] = [outcome(ours("process_weights_after_loading"), layer), layer.w2_input_scale.tolist()]
 """
 
+ACTIVATION = """
+import logging
+from sglang_w4afp8.srt.layers.quantization import w4afp8
+
+said = logging.Handler()
+warned = []
+said.emit = lambda record: warned.append(record.getMessage())
+logging.getLogger(w4afp8.__name__).addHandler(said)
+plain = dict(activation="silu", is_gated=True, gemm1_alpha=None, gemm1_clamp_limit=None, routed_scaling_factor=2.5)
+result["activation"] = {}
+for case, asked in {"plain": {}, "clamped": {"swiglu_limit": 7.0}, "situ": {"activation": "situ", "gemm1_alpha": 1.7}}.items():
+    method.moe_runner_config = SimpleNamespace(**(plain | asked))
+    for _ in range(2):
+        layer = new_layer()
+        result[f"activation {case}"] = outcome(ours("process_weights_after_loading"), layer)
+    result["activation"][case] = list(warned)
+    warned.clear()
+del method.moe_runner_config
+"""
+
 NORMAL = """
 import sglang.srt.layers.moe.cutlass_w4a8_moe as chain
 from sglang.srt.layers.moe.token_dispatcher.deepep import DeepEPNormalDispatchOutput
@@ -167,7 +187,19 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(stub: Path) -> dict:
-    return run_script(LAYER + SCALES + NORMAL + CAP, [stub]).result
+    return run_script(LAYER + SCALES + ACTIVATION + NORMAL + CAP, [stub]).result
+
+
+# --- the activation ---
+
+
+def test_a_model_with_another_activation_is_served_and_said_once_to_be_wrong(found):
+    said = found["activation"]
+    assert [found[f"activation {case}"] for case in said] == ["accepted"] * 3
+    assert said["plain"] == []
+    ((clamped,), (situ,)) = said["clamped"], said["situ"]
+    assert "have swiglu_limit=7.0, and" in clamped and "WRONG RESULTS" in clamped
+    assert "have activation='situ', gemm1_alpha=1.7, and" in situ
 
 
 # --- input scales ---
@@ -227,6 +259,10 @@ result["on"] = loaded(process, w13, w2)
 # Rank 1 alone is at fault; rank 0 must neither wait for ever nor serve.
 result["faulty"] = loaded(process, w13, [float("nan")] * E if rank else w2)
 result["after"] = loaded(process, w13, w2)
+settings["is_ep_joiner"] = True
+# Alone: a rank that joins has nobody to wait for.
+result["joins"] = loaded(process, w13, w2) if rank else None
+settings["is_ep_joiner"] = False
 group.world_size = 1
 result["one rank"] = loaded(process, w13, w2)
 dist.destroy_process_group()
@@ -256,6 +292,10 @@ OWN = [["accepted", [0.5], [2.0]], ["accepted", [0.25], [8.0]]]
 def test_with_load_balancing_every_rank_has_the_largest_scale(ranks):
     assert [rank["on"] for rank in ranks] == [["accepted", [0.5], [8.0]]] * 2
     assert [rank["after"] for rank in ranks] == [["accepted", [0.5], [8.0]]] * 2
+
+
+def test_a_rank_that_joins_others_waits_for_none_and_keeps_its_own_scale(ranks):
+    assert ranks[1]["joins"] == OWN[1]
 
 
 def test_the_engine_leaves_each_rank_its_own_scale_and_so_do_we_without_load_balancing(ranks):
