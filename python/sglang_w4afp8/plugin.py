@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang_w4afp8.guard import TargetCheck
     from sglang_w4afp8.lifecycle import ActivationReport, PatchStatus
     from sglang_w4afp8.switches import Settings
 
@@ -435,8 +436,11 @@ def _plan(
     for patch in LEDGER:
         problems = [check.problem for check in checks[patch.name] if check.problem]
         in_tree = [check.in_tree for check in checks[patch.name] if check.in_tree]
+        half = _half_in_tree(patch, checks[patch.name])
         if patch.name not in selected:
             statuses[patch.name] = Status(patch.name, State.NOT_SELECTED)
+        elif half:
+            statuses[patch.name] = Status(patch.name, State.STANDING_DOWN, half)
         elif in_tree:
             statuses[patch.name] = Status(patch.name, State.IN_TREE, f"already in tree, version {in_tree[0]}")
         elif blocked:
@@ -451,6 +455,22 @@ def _plan(
     statuses = _follow_requirements(_look(_follow_requirements(statuses)))
     _announce_plan(statuses, blocked)
     return statuses, {name: found for name, found in bindings.items() if statuses[name].state is State.ACTIVE}
+
+
+def _half_in_tree(patch: Patch, checks: list[TargetCheck]) -> str:
+    """Why a patch is neither in the tree nor ours to apply, as after a merge that took the engine's side of one file."""
+    carried = [check for check in checks if check.in_tree]
+    lacking = [
+        str(check.module or check.problem)
+        for target, check in zip(patch.targets, checks, strict=True)
+        if target.in_tree and not check.in_tree
+    ]
+    if not carried or not lacking:
+        return ""
+    return (
+        f"half in tree: version {carried[0].in_tree} in {', '.join(str(check.module) for check in carried)}, but not in "
+        f"{', '.join(lacking)}; run `sglang-w4afp8 fork TREE`"
+    )
 
 
 def _resolve(patch: Patch, modules: list[str | None]) -> tuple[PatchStatus, list[_Binding]]:

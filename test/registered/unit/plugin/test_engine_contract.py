@@ -398,7 +398,8 @@ def test_the_installed_engine_loads_no_plugins_in_its_ray_actors():
 
 
 def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):
-    fake_engine.files[CHAIN_FILE] += "_SGLANG_W4AFP8_IN_TREE = '0.9.1'\n"
+    for name in (CHAIN_FILE, METHOD_FILE):
+        fake_engine.files[name] += "_SGLANG_W4AFP8_IN_TREE = '0.9.1'\n"
     done = fake_engine.run(_load(f"result = [{OURS}, states()]"), SGLANG_W4AFP8_STRICT="1")
     ours, states = done.result
     assert ours == [True, False, False]
@@ -409,6 +410,22 @@ def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):
         "standing down for expected_m: already in tree, version 0.9.1; "
         "the tree does not carry problem_sizes, gemm, two_kernels, bf16_dispatch"
     )
+
+
+@pytest.mark.parametrize(("carries", "lacks"), [(CHAIN_FILE, METHOD_FILE), (METHOD_FILE, CHAIN_FILE)])
+def test_half_of_a_patch_in_tree_is_neither_kept_for_whole_nor_patched(fake_engine, carries, lacks):
+    """As after a merge that took the engine's side of one file."""
+    fake_engine.files[carries] += "_SGLANG_W4AFP8_IN_TREE = '0.9.1'\n"
+    modules = [f"sglang.{name.removesuffix('.py').replace('/', '.')}" for name in (carries, lacks)]
+    reason = f"half in tree: version 0.9.1 in {modules[0]}, but not in {modules[1]}; run `sglang-w4afp8 fork TREE`"
+    done = fake_engine.run(_load(f"result = [{OURS}, states()]"))
+    assert done.result == [[True, False, False], with_states("active", **all_in("standing down", OF_THE_CHAIN))]
+    assert len(done.lines(f"expected_m stands down: {reason}")) == 1
+
+    fake_engine.folder = fake_engine.folder / "strict"
+    done = fake_engine.run(_load("result = None"), SGLANG_W4AFP8_STRICT="1")
+    assert done.status == 1
+    assert len(done.lines("refusing to start", f"expected_m: {reason}")) == 1
 
 
 def _other_plugin(kind: str, target: str, hook: str) -> dict[str, str]:
