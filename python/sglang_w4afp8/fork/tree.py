@@ -347,8 +347,8 @@ def revert(tree: EngineTree) -> list[Path]:
 
 
 def _prune(folder: Path, root: Path) -> None:
-    """Remove directories that became empty."""
-    while folder != root and not any(folder.iterdir()):
+    """Remove directories that became empty; those of an earlier file may be gone."""
+    while folder != root and folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
         folder = folder.parent
 

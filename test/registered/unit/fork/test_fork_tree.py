@@ -243,6 +243,17 @@ def test_revert_is_byte_identical_and_leaves_nothing_behind(checkout):
     assert not (root / "test/registered/unit").exists()
 
 
+def test_revert_removes_the_folders_that_it_made(checkout, capsys):
+    """Several tests share one that the engine does not have."""
+    root = checkout(NEW)
+    before = sorted(root.rglob("*"))
+    assert main([str(root)]) == 0
+    assert len(list((root / "test/registered/kernels/ops/moe").iterdir())) > 1
+    assert main([str(root), "--revert"]) == 0
+    assert capsys.readouterr().err == ""
+    assert sorted(root.rglob("*")) == before
+
+
 def test_line_ends_are_kept(unpacked):
     root = unpacked(OLD)
     for name in (KERNELS[OLD], CHAIN, METHOD):
