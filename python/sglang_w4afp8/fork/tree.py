@@ -7,6 +7,7 @@ written. Git ignores it (it holds a ``.gitignore`` of its own): a fork commits t
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import os
@@ -370,25 +371,40 @@ def _write_all(files: Mapping[Path, bytes | None]) -> None:
             before[path] = _current(path)
             _put(path, temporary)
     except BaseException:
-        for path, data in before.items():
-            _put(path, None if data is None else _staged(path, data))
-        for temporary in staged.values():
-            if temporary is not None:
-                temporary.unlink(missing_ok=True)
-        for folder in reversed(made):
-            folder.rmdir()
+        # What is raised is the cause. Nothing here may hide it, but for a file that cannot be put back.
+        try:
+            for path, data in before.items():
+                if _current(path) != data:
+                    _put(path, None if data is None else _staged(path, data))
+        finally:
+            for temporary in staged.values():
+                if temporary is not None:
+                    _discard(temporary)
+            for folder in reversed(made):
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
         raise
 
 
 def _staged(path: Path, data: bytes) -> Path:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    if path.exists():
-        shutil.copymode(path, name)
-    else:
-        os.chmod(name, 0o644)  # mkstemp's own mode is for secrets
-    return Path(name)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        if path.exists():
+            shutil.copymode(path, temporary)
+        else:
+            temporary.chmod(0o644)  # mkstemp's own mode is for secrets
+    except BaseException:
+        _discard(temporary)
+        raise
+    return temporary
+
+
+def _discard(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink(missing_ok=True)
 
 
 def _put(path: Path, temporary: Path | None) -> None:

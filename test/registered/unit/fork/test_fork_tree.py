@@ -338,6 +338,57 @@ def test_a_failed_write_leaves_everything_as_it_was(unpacked, monkeypatch, faili
     assert not (root / tree.RECORD_FOLDER).exists()
 
 
+def test_a_tree_that_cannot_be_written_to_is_refused_for_that_reason(unpacked, monkeypatch, capsys):
+    root = unpacked(NEW)
+    before = sorted(root.rglob("*"))
+
+    def mkdir(path, *arguments, **keywords):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(tree.Path, "mkdir", mkdir)
+    assert main([str(root)]) == 2
+    assert f"Permission denied: '{root / tree.RECORD_FOLDER}'" in capsys.readouterr().err
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("failing", [0, 2, 7])
+def test_a_full_disk_is_named_and_no_temporary_file_stays(unpacked, monkeypatch, failing, capsys):
+    """Of the eight files that are staged, the first, one of the record, and the last of the package."""
+    root = unpacked(NEW)
+    before, files = snapshot(root), sorted(root.rglob("*"))
+    fdopen, calls = tree.os.fdopen, []
+
+    def full(handle, mode):
+        calls.append(handle)
+        if len(calls) <= failing:
+            return fdopen(handle, mode)
+        tree.os.close(handle)
+        return open("/dev/full", mode)
+
+    monkeypatch.setattr(tree.os, "fdopen", full)
+    assert main([str(root)]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert len(calls) == failing + 1
+    assert sorted(root.rglob("*")) == files and snapshot(root) == before
+
+
+def test_a_file_that_cannot_be_replaced_is_the_reason_given(unpacked, monkeypatch, capsys):
+    """Putting the others back must not stumble over it."""
+    root = unpacked(NEW)
+    before, files = snapshot(root), sorted(root.rglob("*"))
+    replace = tree.os.replace
+
+    def immutable(source, target):
+        if target == root / CHAIN:
+            raise PermissionError(1, "Operation not permitted", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(tree.os, "replace", immutable)
+    assert main([str(root)]) == 2
+    assert f"Operation not permitted: '{root / CHAIN}'" in capsys.readouterr().err
+    assert sorted(root.rglob("*")) == files and snapshot(root) == before
+
+
 # --- drift ---
 
 DRIFTS = {
