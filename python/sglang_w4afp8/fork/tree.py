@@ -1,7 +1,8 @@
 """An engine tree: finding its files, planning every change before one is made, writing all or nothing, taking back.
 
-What ``--revert`` needs is kept in ``.sglang_w4afp8_fork`` inside the tree: the files as they were, and hashes of what was
-written. Git ignores it (it holds a ``.gitignore`` of its own): a fork commits the change, and its history is the record.
+What ``--revert`` needs is kept in ``.sglang_w4afp8_fork`` in the directory that was named: the files as they were, and
+hashes of what was written. Git ignores it (it holds a ``.gitignore`` of its own): a fork commits the change, and its history
+is the record.
 """
 
 from __future__ import annotations
@@ -81,11 +82,16 @@ def find(root: Path) -> EngineTree:
         ForkError: there is no engine.
     """
     root = root.resolve()
-    for package in (root / "python" / "sglang", root / "sglang", root):
-        if (package / "srt" / "layers").is_dir():
-            checkout = package == root / "python" / "sglang" and (root / "test").is_dir()
-            return EngineTree(root, package, _version(package), checkout)
-    raise ForkError(f"{root}: expected a checkout of sglang or its package, found no srt/layers in it")
+    package = _package(root)
+    if package is None:
+        raise ForkError(f"{root}: expected a checkout of sglang or its package, found no srt/layers in it")
+    checkout = package == root / "python" / "sglang" and (root / "test").is_dir()
+    return EngineTree(root, package, _version(package), checkout)
+
+
+def _package(root: Path) -> Path | None:
+    packages = (root / "python" / "sglang", root / "sglang", root)
+    return next((package for package in packages if (package / "srt" / "layers").is_dir()), None)
 
 
 def _version(package: Path) -> str | None:
@@ -260,6 +266,17 @@ class Record:
         return files
 
 
+def _refuse_record_elsewhere(tree: EngineTree) -> None:
+    """Refuse where the same package was patched under another TREE, as ``site-packages`` and ``site-packages/sglang``.
+
+    That record has the engine's own files, and may have tests outside of the tree named now.
+    """
+    for root in (tree.package, *tree.package.parents[:2]):
+        folder = root / RECORD_FOLDER
+        if root != tree.root and _package(root) == tree.package and (folder / _MANIFEST).is_file():
+            raise ForkError(f"{tree.root}: the record of what was replaced is {folder}: run this with {root} as TREE")
+
+
 def _hash(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -289,7 +306,8 @@ def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> li
     """Write the change, all files or none, and return the changes made (none where the tree has it already).
 
     Raises:
-        ForkError: the tree is not as known, or a file that must be written was changed since we last wrote it.
+        ForkError: the tree is not as known, or a file that must be written was changed since we last wrote it, or the
+            record was made under another name of the tree.
         OSError: a file cannot be written; those written before it are as they were.
     """
     record = Record(tree)
@@ -298,6 +316,8 @@ def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> li
     changes = [change for change in plan(tree, tests, any_version) if change.needed]
     if not changes:
         return []
+    if not record.entries:
+        _refuse_record_elsewhere(tree)
     if changed:
         raise ForkError(
             f"{', '.join(changed)}: changed since it was written, so --revert could not restore what was there before. "
@@ -323,10 +343,11 @@ def revert(tree: EngineTree) -> list[Path]:
     """Put every recorded file back, byte for byte, and return those that were.
 
     Raises:
-        ForkError: there is no record, or a file was changed since; nothing was touched.
+        ForkError: there is no record here, or a file was changed since; nothing was touched.
     """
     record = Record(tree)
     if not record.entries:
+        _refuse_record_elsewhere(tree)
         carried = [name for name, version in in_tree_versions(tree).items() if version is not None]
         raise ForkError(
             f"{tree.root}: no record of what was replaced ({RECORD_FOLDER} is missing; it is never committed)"

@@ -474,6 +474,45 @@ def test_the_package_directory_itself_will_do(unpacked):
     assert main([str(root), "--revert"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("patched", "named"),
+    [
+        ("", "python"),
+        ("", "python/sglang"),
+        ("python", "python/sglang"),
+        ("python/sglang", "python"),
+        ("python/sglang", ""),
+    ],
+)
+def test_a_record_made_under_another_name_of_the_tree_is_pointed_at(checkout, patched, named, monkeypatch, capsys):
+    root = checkout(NEW)
+    before = snapshot(root)
+    with monkeypatch.context() as context:
+        context.setattr(edits, "__version__", "0.0.1")
+        assert main([str(root / patched)]) == 0
+    written = snapshot(root)
+    for action in ([], ["--revert"]):
+        assert main([str(root / named), *action]) == 2
+        record = root / patched / tree.RECORD_FOLDER
+        assert capsys.readouterr().err == (
+            f"refused: {root / named}: the record of what was replaced is {record}: run this with {root / patched} as TREE\n"
+        )
+        assert snapshot(root) == written
+    assert main([str(root / patched)]) == 0
+    assert main([str(root / named), "--no-tests"]) == 0  # there is nothing to write
+    assert main([str(root / patched), "--revert"]) == 0
+    assert snapshot(root) == before
+
+
+def test_a_record_of_another_tree_is_no_matter(unpacked):
+    """An engine's package inside a directory that holds an engine of its own."""
+    outer = unpacked(NEW)
+    shutil.copytree(outer / "sglang", outer / "vendored" / "sglang")
+    assert main([str(outer)]) == 0
+    assert main([str(outer / "vendored")]) == 0
+    assert main([str(outer / "vendored"), "--revert"]) == 0
+
+
 def test_what_is_no_engine_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "expected a checkout of sglang or its package" in capsys.readouterr().err
