@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from sglang_w4afp8.fork import suites, tree
 from sglang_w4afp8.fork.source import ForkError
 
 _CURRENT, _NOT_PATCHED, _DIFFERS = 0, 1, 2
+_READER_GONE = 141  # what a shell says of a program whose pipe was closed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,17 +42,19 @@ def _parser() -> argparse.ArgumentParser:
 def _check(engine: tree.EngineTree, tests: bool, any_version: bool) -> int:
     changes = tree.plan(engine, tests, any_version)
     versions = tree.in_tree_versions(engine)
-    behind = [engine.shown(change.path) for change in changes if change.needed]
+    behind = {engine.shown(change.path): change for change in changes if change.needed}
     if not any(versions.values()):
         print(f"not patched: sglang {engine.version or '(version unknown)'} in {engine.package}, which can be")
         return _NOT_PATCHED
     if not behind:
         print(f"patched and current: {__version__}")
         return _CURRENT
-    for name in behind:
+    for name, change in behind.items():
         version = versions.get(name, __version__)
         state = "carries no marker" if version is None else f"carries {version}"
-        print(f"{name}: {state if version != __version__ else 'differs'}, would become {__version__}")
+        if version == __version__:
+            state = "missing" if change.before is None else "differs"
+        print(f"{name}: {state}, would become {__version__}")
     return _DIFFERS
 
 
@@ -58,8 +63,10 @@ def _diff(engine: tree.EngineTree, tests: bool, any_version: bool) -> None:
         if change.needed:
             name = engine.shown(change.path)
             old = "/dev/null" if change.before is None else f"a/{name}"
-            lines = [(change.before or b"").decode(), change.after.decode()]
-            sys.stdout.writelines(difflib.unified_diff(*(t.splitlines(True) for t in lines), old, f"b/{name}"))
+            # The files' own bytes, whatever their encoding and the terminal's; only "\n" ends a line of a patch.
+            before, after = (io.BytesIO(data).readlines() for data in (change.before or b"", change.after))
+            lines = difflib.diff_bytes(difflib.unified_diff, before, after, os.fsencode(old), os.fsencode(f"b/{name}"))
+            sys.stdout.buffer.writelines(lines)
 
 
 def _apply(engine: tree.EngineTree, tests: bool, any_version: bool) -> None:
@@ -72,27 +79,37 @@ def _apply(engine: tree.EngineTree, tests: bool, any_version: bool) -> None:
         print("no tests written: an installed wheel has none; run scripts/apply_to_fork.py of a clone of sglang-w4afp8")
 
 
+def _run(options: argparse.Namespace) -> int:
+    engine = tree.find(options.tree)
+    tests = not options.no_tests
+    if options.check:
+        return _check(engine, tests, options.any_version)
+    if options.diff:
+        _diff(engine, tests, options.any_version)
+    elif options.revert:
+        for path in tree.revert(engine):
+            print(f"reverted  {engine.shown(path)}")
+    else:
+        _apply(engine, tests, options.any_version)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    tests = not options.no_tests
     try:
-        engine = tree.find(options.tree)
-        if options.check:
-            return _check(engine, tests, options.any_version)
-        if options.diff:
-            _diff(engine, tests, options.any_version)
-        elif options.revert:
-            for path in tree.revert(engine):
-                print(f"reverted  {engine.shown(path)}")
-        else:
-            _apply(engine, tests, options.any_version)
+        status = _run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head`
+        # Python flushes once more when it ends, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _READER_GONE
     except (ForkError, OSError) as error:
         print(f"refused: {error}", file=sys.stderr)
         return _DIFFERS
     except ModuleNotFoundError as error:  # a bare interpreter, where no engine is installed
         print(f"refused: {error}: pip install {error.name}", file=sys.stderr)
         return _DIFFERS
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """``sglang-w4afp8 fork`` on real engine trees: what it writes, refuses and takes back, and how it answers."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -541,6 +542,34 @@ def test_the_diff_is_what_is_written(checkout, capsys):
     assert snapshot(root) == snapshot(applied)
 
 
+def test_the_diff_of_a_file_in_another_encoding_has_its_bytes(checkout):
+    root = checkout(NEW)
+    theirs = root / "test/registered/kernels/ops/moe/test_fp8_per_token_to_per_tensor_quant.py"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_bytes(b"# -*- coding: latin-1 -*-\n# caf\xe9 \x0c\n")
+    shutil.copytree(root, applied := root.parent / "applied")
+    command = [sys.executable, "-m", "sglang_w4afp8.cli", "fork", root, "--diff"]
+    # A terminal of another encoding: nothing is decoded.
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"\n-# caf\xe9 \x0c\n" in done.stdout
+    subprocess.run(["git", "apply", "-p1"], input=done.stdout, cwd=root, check=True)
+    assert main([str(applied)]) == 0
+    shutil.rmtree(applied / tree.RECORD_FOLDER)
+    assert snapshot(root) == snapshot(applied)
+
+
+@pytest.mark.parametrize("action", [["--diff"], ["--check"]], ids=["diff", "check"])
+def test_a_reader_that_has_seen_enough_is_no_refusal(unpacked, action):
+    """As of ``| head``: here its end of the pipe is closed before anything is written."""
+    command = [sys.executable, "-m", "sglang_w4afp8.cli", "fork", unpacked(NEW), *action]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 # --- tests in a checkout ---
 
 
@@ -581,6 +610,17 @@ def test_a_checkout_with_other_lanes_is_refused_unless_tests_stay_out(checkout, 
     assert snapshot(root) == before
     assert main([str(root), "--no-tests"]) == 0
     assert not (root / "test" / "registered").exists()
+
+
+def test_tests_that_were_left_out_are_missing_and_not_different(checkout, capsys):
+    root = checkout(NEW)
+    assert main([str(root), "--no-tests"]) == 0
+    assert main([str(root), "--no-tests", "--check"]) == 0
+    capsys.readouterr()
+    assert main([str(root), "--check"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(suites.suites())
+    assert all(re.fullmatch(rf"test/\S+\.py: missing, would become {re.escape(__version__)}", line) for line in lines)
 
 
 def test_only_tests_that_an_engine_can_run_go_along():
