@@ -22,6 +22,7 @@ Exit status: 0 all stages done; 3 not all, run it again; otherwise that of the s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import os
@@ -55,6 +56,8 @@ _WHOLE_MODEL = ModelSpec(layers=61, dense_layers=3)
 _REQUEST_TOKENS = 128 + 256 + 256
 # Left at the end of a command for stopping servers and copying results.
 _MARGIN_S = 15.0
+# A tool that was interrupted needs up to 20 s to end a server that ignores SIGTERM.
+_INTERRUPTED_S = 30.0
 _LOG_BYTES = 2 << 20
 
 
@@ -114,6 +117,11 @@ class Run:
             return process.wait(timeout=max(1.0, self.left_s))
         except subprocess.TimeoutExpired:
             return INCOMPLETE
+        except KeyboardInterrupt:
+            # A terminal has sent it to the tool as well, which stops its servers now.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_INTERRUPTED_S)
+            raise
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)  # it stops its servers

@@ -13,11 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -41,6 +42,7 @@ ROUTING_SWITCHES = {
 _HOST = "127.0.0.1"
 # The engine looks for a finished drain every five seconds.
 _TERM_SECONDS = 10.0
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -211,10 +213,30 @@ def free_port() -> int:
 _live: list[Server] = []
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """What asks this process to stop waits until the end of the block, where the first of it is raised again."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run, and can be set, in the main one only
+        yield
+        return
+    held: list[int] = []
+    # Handlers and no mask: a mask is the thread's own, and another one would take the signal. Nor are they ignored, which a
+    # server that starts now would inherit, and a first request to stop would be lost.
+    before = {signum: signal.signal(signum, lambda number, frame: held.append(number)) for signum in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        if held:
+            signal.raise_signal(held[0])
+
+
 def stop_all() -> None:
     """Stop every server that this process started."""
-    for server in list(_live):
-        server.stop()
+    with _signals_held():
+        for server in list(_live):
+            server.stop()
 
 
 def _on_signal(signum: int, frame: FrameType | None) -> None:
@@ -225,7 +247,7 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
 def install_cleanup() -> None:
     """Stop all servers at exit, also on SIGINT, SIGTERM and SIGHUP."""
     atexit.register(stop_all)
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in _STOP_SIGNALS:
         signal.signal(signum, _on_signal)
 
 
@@ -240,12 +262,15 @@ def _die_with_parent() -> None:
 
 @dataclass
 class Server:
-    """One running server process tree, its log kept in ``log_path``. A context manager."""
+    """One running server process tree, its log kept in ``log_path``. A context manager.
+
+    ``port`` 0 is one that nobody listens on when the server starts.
+    """
 
     arm: Arm
     options: LaunchOptions
     log_path: Path
-    port: int = field(default_factory=free_port)
+    port: int = 0
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -253,9 +278,16 @@ class Server:
         return f"http://{_HOST}:{self.port}"
 
     def start(self) -> Server:
-        """Start the process tree; it does not serve yet."""
+        """Start the process tree; it does not serve yet.
+
+        Raises:
+            ServerError: another process listens on ``port``.
+        """
+        self.port = self.port or free_port()
+        if not _is_free(self.port):
+            raise ServerError(f"{self.arm.name}: port {self.port} is taken by {_shown(_listeners(self.port))}")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("wb") as log:
+        with _signals_held(), self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*self.options.command, *self.options.flags(self.port), *self.arm.flags],
                 env=self.options.environ(self.arm),
@@ -265,14 +297,14 @@ class Server:
                 start_new_session=True,  # one process group: all of it can be stopped at once
                 preexec_fn=_die_with_parent,
             )
-        _live.append(self)
+            _live.append(self)
         return self
 
     def wait_ready(self, timeout_s: float, tick: Callable[[float], None] = lambda seconds: None) -> float:
         """Wait until the server says that it is healthy; returns the seconds it took.
 
         Raises:
-            ServerError: it exited, or took longer than ``timeout_s``.
+            ServerError: it exited, took longer than ``timeout_s``, or another process serves on its port.
         """
         begin = time.monotonic()
         while (elapsed := time.monotonic() - begin) < timeout_s:
@@ -282,10 +314,29 @@ class Server:
                 urllib.request.urlopen(f"{self.url}/health", timeout=30) as reply,
             ):
                 if reply.status == 200:
+                    self._check_ours()
                     return time.monotonic() - begin
             tick(elapsed)
             time.sleep(0.2)
         raise ServerError(f"{self.arm.name}: not ready after {timeout_s:.0f} s\n{self.log_tail()}")
+
+    def _check_ours(self) -> None:
+        """Raise ``ServerError`` if the one that serves is seen, and is not of this server.
+
+        Who listens may not be seen at all: nothing is said then, as the port was free when the server started. Another command
+        than the engine's own may have it run elsewhere (in a container, under a daemon), but not since before it started.
+        """
+        assert self.process is not None
+        ours = self.tree()
+        listeners = _listeners(self.port)
+        if not listeners or any(process in ours for process in listeners):
+            return
+        begin = ours[0].create_time() if ours and self.options.command != LAUNCH else math.inf
+        if strangers := [process for process in listeners if process.create_time() < begin]:
+            raise ServerError(
+                f"{self.arm.name}: port {self.port} is served by {_shown(strangers)}, which this server did not start\n"
+                f"{self.log_tail()}"
+            )
 
     def check_alive(self) -> None:
         """Raise ``ServerError`` if the launcher has exited."""
@@ -309,45 +360,77 @@ class Server:
         return "\n".join([f"--- last lines of {self.log_path}", *tail])
 
     def tree(self) -> list[psutil.Process]:
-        """The launcher and everything below it."""
+        """The launcher, everything below it, and the process group, which outlives a launcher that was killed."""
         if self.process is None:
             return []
-        try:
+        found: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.process.pid)
-            return [launcher, *launcher.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return []
+            found = [launcher, *launcher.children(recursive=True)]
+        for pid in psutil.pids():
+            with contextlib.suppress(OSError, psutil.NoSuchProcess):
+                if os.getpgid(pid) == self.process.pid and (process := psutil.Process(pid)) not in found:
+                    found.append(process)
+        return found
 
     def stop(self) -> None:
-        """Ask the whole process group to end, then kill what is left. Safe to call twice."""
-        if self in _live:
-            _live.remove(self)
+        """Ask the whole process group to end, then kill what is left. Safe to call twice; signals wait for its end."""
         if self.process is None:
             return
-        processes = self.tree()
-        for signum, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _TERM_SECONDS)):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signum)
-            for process in processes:
-                # Whoever left the group is still in the tree.
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(signum)
-            self._reap(seconds)
-            processes = [process for process in processes if _running(process)]
-            if not processes:
-                break
-        self.process = None
+        with _signals_held():
+            self._end()
+            # Last: whoever is interrupted before this point finds the server here again.
+            _live.remove(self)
+            self.process = None
 
-    def _reap(self, seconds: float) -> None:
+    def _end(self) -> None:
         assert self.process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=seconds)
+        seen: set[psutil.Process] = set()
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            seen.update(self.tree())
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signum)  # at once, also what is being forked
+            for process in seen:
+                with contextlib.suppress(psutil.Error):  # whoever left the group too
+                    process.send_signal(signum)
+            deadline = time.monotonic() + _TERM_SECONDS
+            while time.monotonic() < deadline:
+                self.process.poll()  # a child that nobody waits for stays
+                if not any(_running(process) for process in seen.union(self.tree())):
+                    return
+                time.sleep(0.05)
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As servers do it: connections of a former one that are still closing take no port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((_HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _listeners(port: int) -> list[psutil.Process]:
+    """Who listens on a TCP port, as far as this process may see it."""
+    found: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.append(psutil.Process(connection.pid))
+    return found
+
+
+def _shown(processes: Sequence[psutil.Process]) -> str:
+    return " and ".join(f"process {process.pid}" for process in processes) or "another process"
 
 
 def _running(process: psutil.Process) -> bool:
