@@ -6,8 +6,12 @@
     python scripts/run_h200_e2e.py --ranks 4                 --work /tmp/e2e --out OUT --seconds 580
 
 Stages run in the order given until they are done or the time is over; the same command again goes on (exit status 3
-says that it must). What is finished is kept in ``--work``; every call ends by copying the results and an archive of all
-logs to ``--out``. The soak runs in a session of its own, so that it outlives the command that began it.
+says that it must). What is finished is kept in ``--work``; every call ends by copying the results of its stages and an
+archive of all logs to ``--out``. The soak runs in a session of its own, so that it outlives the command that began it.
+
+A stage is done for its own command, engine and plugin: with other arms, ranks, blocks and the like it runs again, in the same
+``--work`` too, and its results are kept apart. Only `ab-N` stages of the same ranks and ``--merge-into`` share a file, whatever
+their models and engines: e2e_decode.json, which goes on from ``--merge-into``.
 
 Stages: ``check`` (engine, kernels, plugin, GPU), ``config`` and ``checkpoint`` (see make_synthetic_checkpoint.py),
 ``layer`` (expert_layer.py), ``ab-N`` (decode_ab.py with N routed experts), ``equality``, ``soak``.
@@ -25,6 +29,9 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import io
+import json
 import os
 import shutil
 import signal
@@ -37,11 +44,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
 E2E = ROOT / "benchmark" / "e2e"
 sys.path.insert(0, str(E2E))
 
 from harness import report  # noqa: E402
+from harness.arms import plugin_digest  # noqa: E402
 from harness.cli import graphs_fault  # noqa: E402
 from harness.server import MODEL_ROUTING, ROUTING_SWITCHES, LaunchOptions, split_flags  # noqa: E402
 
@@ -58,7 +68,8 @@ _REQUEST_TOKENS = 128 + 256 + 256
 _MARGIN_S = 15.0
 # A tool that was interrupted needs up to 20 s to end a server that ignores SIGTERM.
 _INTERRUPTED_S = 30.0
-_LOG_BYTES = 2 << 20
+# Archived of a log, its end, and of a JSON file, which is of no use in parts.
+_LOG_BYTES, _JSON_BYTES = 2 << 20, 64 << 20
 
 
 def _preset(ranks: int, **more: Any) -> dict[str, Any]:
@@ -96,15 +107,12 @@ class Run:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.deadline = time.monotonic() + args.seconds - _MARGIN_S
-        self.results = args.work / "results"
-        self.results.mkdir(parents=True, exist_ok=True)
+        args.work.mkdir(parents=True, exist_ok=True)
         # Where `check` puts the plugin's wheel; empty where it is installed already.
         self.site = args.work / "plugin_site"
         python_path = [str(self.site), *filter(None, [os.environ.get("PYTHONPATH")])]
         self.environ = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
-        self.decode = self.results / "e2e_decode.json"
-        if args.merge_into.is_file() and not self.decode.exists():
-            shutil.copy(args.merge_into, self.decode)
+        self._identities: dict[str, str] = {}
 
     @property
     def left_s(self) -> float:
@@ -127,9 +135,35 @@ class Run:
                 process.send_signal(signal.SIGTERM)  # it stops its servers
                 process.wait()
 
+    def identity(self, name: str) -> str:
+        """A digest of what a stage does: its commands, the engine, the plugin and the results that an A/B goes on from.
+
+        Time limits and folders for what it writes are none of it. The same for the whole call.
+        """
+        if name not in self._identities:
+            unpacked = self.site / "sglang_w4afp8"
+            plugin = plugin_digest(unpacked if unpacked.is_dir() else None)
+            self._identities[name] = _digest(
+                name, _engine_version(), plugin, self.commands(name), self.decode if _is_ab(name) else None
+            )
+        return self._identities[name]
+
+    @property
+    def decode(self) -> str:
+        """The folder of results that this call's A/Bs share with those of other models, arms and engines."""
+        args = self.args
+        return f"decode-{_digest(args.tp, args.ep, args.dp, args.merge_into.absolute())}"
+
+    def results(self, name: str) -> Path:
+        """Where a stage's results are kept."""
+        folder = self.decode if _is_ab(name) else f"{name}-{self.identity(name)}"
+        return self.args.work / "results" / folder
+
     def model(self, experts: int, *, weights: bool) -> Path:
         kind = "weights" if weights else "config"
-        return self.args.work / "models" / f"deepseek-v3-{self.layers(weights)[0]}l-{experts}e-{kind}"
+        layers, dense = self.layers(weights)
+        kind = kind if dense == 1 else f"{dense}d-{kind}"
+        return self.args.work / "models" / f"deepseek-v3-{layers}l-{experts}e-{kind}"
 
     def layers(self, weights: bool) -> tuple[int, int]:
         """Layers and how many of them are dense. With weights (for equality.py) the only expert layer is the last."""
@@ -184,24 +218,80 @@ class Run:
         other_engine = self.args.launch_command is not None
         return "" if other_engine else graphs_fault(self.options(*self.args.concurrency))
 
-    def make(self, experts: int, *, weights: bool) -> int:
-        out = self.model(experts, weights=weights)
-        if (out / "config.json").exists():
-            return 0
+    def commands(self, name: str) -> list[list[object]]:
+        """The commands of a stage, a script and its words, without what changes from call to call."""
+        args, experts = self.args, _routed_experts(name)
+        if experts is not None:
+            return [self.make_words(experts, weights=False), *self.ab_words(experts)]
+        commands: dict[str, Callable[[], list[list[object]]]] = {
+            "check": list,
+            "config": lambda: [self.make_words(experts, weights=False) for experts in self.config_experts()],
+            "layer": lambda: [self.layer_words()],
+            "checkpoint": lambda: [self.make_words(args.equality_experts, weights=True)],
+            "equality": lambda: [self.make_words(args.equality_experts, weights=True), self.equality_words()],
+            "soak": lambda: [self.make_words(args.soak_experts, weights=False), self.soak_words()],
+        }
+        return commands[name]()
+
+    def make_words(self, experts: int, *, weights: bool) -> list[object]:
         layers, dense = self.layers(weights)
         mode = [] if weights else ["--config-only"]
         sizes = ["--layers", layers, "--dense-layers", dense, "--experts", experts]
-        return self.tool(ROOT / "scripts" / "make_synthetic_checkpoint.py", out, *mode, *sizes)
+        return ["make_synthetic_checkpoint.py", self.model(experts, weights=weights), *mode, *sizes]
+
+    def config_experts(self) -> list[int]:
+        named = [experts for stage in self.args.stages if (experts := _routed_experts(stage)) is not None]
+        return named or [256, 64]
+
+    def layer_words(self) -> list[object]:
+        return ["expert_layer.py", "--ranks", self.args.tp, "--arms", *self.args.layer_arms]
+
+    def ab_words(self, experts: int) -> list[list[object]]:
+        """A command for every load."""
+        args = self.args
+        words = ["decode_ab.py", *self.dummy_model(experts), "--mode", args.mode, "--arms", *args.arms]
+        rest = ["--blocks", args.blocks, "--rounds", args.rounds, *self.serving()]
+        return [
+            [*words, "--concurrency", *concurrency, "--dispatch-tokens", tokens, *rest]
+            for tokens, concurrency in self.loads()
+        ]
+
+    def equality_words(self) -> list[object]:
+        model = self.model(self.args.equality_experts, weights=True)
+        return ["equality.py", "--model-path", model, "--arms", *self.args.equality_arms, *self.serving()]
+
+    def soak_words(self) -> list[object]:
+        args = self.args
+        words = ["soak.py", *self.dummy_model(args.soak_experts), "--arm", args.soak_arm]
+        return [*words, "--minutes", args.minutes, "--concurrency", max(args.concurrency), *self.serving()]
+
+    def dummy_model(self, experts: int) -> list[object]:
+        """Flags of the model without weights."""
+        words: list[object] = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
+        return [*words, "--model-name", f"deepseek-v3-{self.depth}l-{experts}e"]
 
     def serving(self) -> list[object]:
         """Flags that every tool takes."""
         args = self.args
-        flags: list[object] = ["--tp", args.tp, "--ep", args.ep, "--dp", args.dp, "--work", args.work / "runs"]
+        flags: list[object] = ["--tp", args.tp, "--ep", args.ep, "--dp", args.dp]
         flags += ["--mem-fraction", args.mem_fraction]
         flags += ["--routing", args.routing] if args.routing else []
         for text in args.server_args:
             flags.append(f"--server-args={text}")  # the text begins with dashes
         return [*flags, *(["--launch-command", args.launch_command] if args.launch_command else [])]
+
+    def make(self, experts: int, *, weights: bool) -> int:
+        if (self.model(experts, weights=weights) / "config.json").exists():
+            return 0
+        script, *words = self.make_words(experts, weights=weights)
+        return self.tool(ROOT / "scripts" / str(script), *words)
+
+    def measure(self, command: Sequence[object], out: Path, *, limited: bool = True) -> int:
+        """Run one of the end-to-end tools; ``limited``: it takes a time limit."""
+        script, *words = command
+        out.parent.mkdir(parents=True, exist_ok=True)
+        limit = ["--time-limit", f"{self.left_s:.0f}"] if limited else []
+        return self.tool(E2E / str(script), *words, "--out", out, "--work", self.args.work / "runs", *limit)
 
     # Stages. Each returns an exit status; 0 marks it done.
 
@@ -229,30 +319,26 @@ class Run:
         return subprocess.run([sys.executable, "-c", code], env=self.environ, check=False).returncode
 
     def config(self) -> int:
-        stages = [stage for stage in self.args.stages if stage.startswith("ab-")] or ["ab-256", "ab-64"]
-        return max(self.make(int(stage.removeprefix("ab-")), weights=False) for stage in stages)
+        return max(self.make(experts, weights=False) for experts in self.config_experts())
 
     def checkpoint(self) -> int:
         return self.make(self.args.equality_experts, weights=True)
 
     def layer(self) -> int:
-        words = ["--ranks", self.args.tp, "--arms", *self.args.layer_arms, "--work", self.args.work / "runs"]
-        return self.tool(E2E / "expert_layer.py", *words, "--out", self.results / "e2e_layer.json")
+        return self.measure(self.layer_words(), self.results("layer") / "e2e_layer.json", limited=False)
 
-    def ab(self, experts: int) -> int:
+    def ab(self, name: str, experts: int) -> int:
         made = self.make(experts, weights=False)
         if made:
             return made
-        args = self.args
         if self.graphs_fault:
             say(f"servers of its own for every number of requests: {self.graphs_fault}")
-        for tokens, concurrency in self.loads():
-            words = ["--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
-            words += ["--model-name", f"deepseek-v3-{self.depth}l-{experts}e", "--out", self.decode]
-            words += ["--mode", args.mode, "--arms", *args.arms]
-            words += ["--concurrency", *concurrency, "--dispatch-tokens", tokens]
-            words += ["--blocks", args.blocks, "--rounds", args.rounds, "--time-limit", f"{self.left_s:.0f}"]
-            status = self.tool(E2E / "decode_ab.py", *words, *self.serving())
+        out = self.results(name) / "e2e_decode.json"
+        if self.args.merge_into.is_file() and not out.exists():
+            out.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.args.merge_into, out)
+        for command in self.ab_words(experts):
+            status = self.measure(command, out)
             if status:
                 return status
         return 0
@@ -261,25 +347,30 @@ class Run:
         made = self.checkpoint()
         if made:
             return made
-        model, arms = self.model(self.args.equality_experts, weights=True), self.args.equality_arms
-        words = ["--model-path", model, "--arms", *arms]
-        words += ["--out", self.results / "e2e_equality.json", "--time-limit", f"{self.left_s:.0f}"]
-        return self.tool(E2E / "equality.py", *words, *self.serving())
+        return self.measure(self.equality_words(), self.results("equality") / "e2e_equality.json")
 
     def soak(self) -> int:
-        """Begin the soak, or look after the one that runs."""
-        state = self.args.work / "soak"
-        state.mkdir(exist_ok=True)
+        """Begin the soak, or look after the one that runs. One that failed begins anew at the next call."""
+        state = self.args.work / f"soak-{self.identity('soak')}"
+        others = [path.parent for path in self.args.work.glob("soak*/pid") if path.parent != state]
+        for other in filter(_soak_runs, others):
+            pid = (other / "pid").read_text()
+            say(f"waiting for a soak of another command, which still runs here (to end it: kill -- -{pid})")
+            while _soak_runs(other):
+                if self.left_s <= 0:
+                    return INCOMPLETE
+                time.sleep(1.0)
         status, pid = state / "status", state / "pid"
         if not pid.exists():
-            experts = self.args.soak_experts
-            made = self.make(experts, weights=False)
+            made = self.make(self.args.soak_experts, weights=False)
             if made:
                 return made
-            words = [E2E / "soak.py", "--model-path", self.model(experts, weights=False), "--load-format", "dummy"]
-            words += ["--model-name", f"deepseek-v3-{self.depth}l-{experts}e", "--arm", self.args.soak_arm]
-            words += ["--minutes", self.args.minutes, "--concurrency", max(self.args.concurrency)]
-            words += ["--out", self.results / "e2e_soak.json", *self.serving()]
+            state.mkdir(exist_ok=True)
+            out = self.results("soak") / "e2e_soak.json"
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.unlink(missing_ok=True)  # of one that failed
+            script, *words = self.soak_words()
+            words = [E2E / str(script), *words, "--out", out, "--work", state]
             # A session of its own, and a shell that notes how it ended: it may end when nobody waits.
             shell = '"$@" > "$0/output.log" 2>&1; echo $? > "$0/status"'
             command = ["sh", "-c", shell, str(state), sys.executable, *map(str, words)]
@@ -289,18 +380,22 @@ class Run:
                 command, env=self.environ, cwd=ROOT, start_new_session=True, stdin=none, stdout=none, stderr=none
             )
             pid.write_text(str(process.pid))
-        while not status.exists() or not status.read_text().strip():
+        while _soak_runs(state):
             if self.left_s <= 0:
                 return INCOMPLETE
-            if not Path(f"/proc/{pid.read_text()}").exists():
-                say("the soak was killed")
-                return 1
             time.sleep(1.0)
-        return int(status.read_text())
+        text = status.read_text().strip() if status.exists() else ""
+        if not text:
+            say("the soak was killed")
+        ended = int(text or 1)
+        if ended:
+            status.unlink(missing_ok=True)
+            pid.unlink()
+        return ended
 
     def stage(self, name: str) -> Callable[[], int]:
-        if name.startswith("ab-") and name.removeprefix("ab-").isdigit():
-            return lambda: self.ab(int(name.removeprefix("ab-")))
+        if (experts := _routed_experts(name)) is not None:
+            return lambda: self.ab(name, experts)
         stages = {
             "check": self.check,
             "config": self.config,
@@ -313,17 +408,49 @@ class Run:
             raise ValueError(f"stage: {name!r}, must be one of {', '.join(stages)} or ab-<experts>")
         return stages[name]
 
-    def collect(self) -> None:
-        """Copy results, and the end of every log, to ``--out``."""
+    def collect(self, names: Sequence[str]) -> None:
+        """Copy the results of these stages, and the end of every log, to ``--out``."""
         out = self.args.out
         out.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self.results.iterdir()):
-            shutil.copy(path, out / path.name)
-        kept = [path for path in self.args.work.rglob("*") if path.suffix in (".log", ".json")]
+        for name in names:
+            for path in sorted(self.results(name).glob("*")):
+                shutil.copy(path, out / path.name)
         with tarfile.open(out / "e2e_logs.tar.gz", "w:gz") as archive:
-            for path in sorted(path for path in kept if "models" not in path.parts and "plugin_site" not in path.parts):
-                if path.stat().st_size <= _LOG_BYTES:
-                    archive.add(path, path.relative_to(self.args.work))
+            for path in sorted(self.args.work.rglob("*")):
+                name = path.relative_to(self.args.work)
+                if path.suffix not in (".log", ".json") or name.parts[0] in ("models", "plugin_site"):
+                    continue
+                if path.suffix == ".json" and path.stat().st_size > _JSON_BYTES:
+                    say(f"{name}: {path.stat().st_size >> 20} MiB, not archived")
+                    continue
+                info = archive.gettarinfo(path, str(name))
+                with path.open("rb") as file:
+                    file.seek(max(0, info.size - (_LOG_BYTES if path.suffix == ".log" else _JSON_BYTES)))
+                    end = file.read(info.size - file.tell())
+                info.size = len(end)
+                archive.addfile(info, io.BytesIO(end))
+
+
+def _digest(*what: object) -> str:
+    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:12]
+
+
+def _routed_experts(stage: str) -> int | None:
+    """The number in ``ab-N``; None for all other stages."""
+    number = stage.removeprefix("ab-")
+    return int(number) if number != stage and number.isdigit() else None
+
+
+def _is_ab(stage: str) -> bool:
+    return _routed_experts(stage) is not None
+
+
+def _soak_runs(state: Path) -> bool:
+    """Whether the soak of this folder runs. Its process number may be another process's by now, which does not name it."""
+    try:
+        return str(state) in psutil.Process(int((state / "pid").read_text())).cmdline()
+    except (OSError, ValueError, psutil.Error):
+        return False
 
 
 def _engine_version() -> str:
@@ -399,7 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.work, args.out = args.work.absolute(), args.out.absolute()
     # So that a stage that runs is told, and stops its servers.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
-    run, engine = Run(args), _engine_version()
+    run, reached = Run(args), list[str]()
     try:
         stages = [(name, run.stage(name)) for name in args.stages]
         run.loads()
@@ -409,9 +536,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser().error(str(error))
     try:
         for name, stage in stages:
-            # Another engine's environment, or a run with other ranks, may use the same folder.
-            done = args.work / f"done-{name}-{engine}-tp{args.tp}"
-            if done.exists() and name != "check":
+            # Other engines, plugins, ranks and arms may use the same folder.
+            done = args.work / f"done-{name}-{run.identity(name)}" if name != "check" else None
+            reached += [name] if done else []
+            if done and done.exists():
                 say(f"{name}: already done")
                 continue
             if run.left_s < args.least and name not in ("check", "config"):
@@ -422,11 +550,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if status:
                 say(f"{name}: {'not finished; run it again' if status == INCOMPLETE else f'exit status {status}'}")
                 return status
-            done.touch()
+            if done:
+                done.touch()
         say("all stages are done")
         return 0
     finally:
-        run.collect()
+        run.collect(reached)
 
 
 if __name__ == "__main__":

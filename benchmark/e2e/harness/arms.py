@@ -87,9 +87,13 @@ def known_patches() -> tuple[str, ...]:
     return tuple(patch.name for patch in _plugin().LEDGER)
 
 
-def plugin_digest() -> str:
-    """A digest of the plugin's files: results of two states of it must not be mixed."""
-    root = Path(str(_plugin().__file__)).parent
+def plugin_digest(root: Path | None = None) -> str:
+    """A digest of the plugin's files: results of two states of it must not be mixed.
+
+    Args:
+        root: its package directory; None: that of the one that is imported here.
+    """
+    root = root or Path(str(_plugin().__file__)).parent
     digest = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
         digest.update(path.relative_to(root).as_posix().encode())
