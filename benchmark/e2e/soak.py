@@ -7,9 +7,13 @@ The number of requests at once changes every ``--hold`` seconds between 1 and th
 goes down from the largest, so that memory has its peak early, then in random order. One request in ten is cancelled,
 half of them through ``/abort_request``, half by hanging up.
 
-Wanted: no request fails, no line in the server's log reports a fault, GPU memory does not grow after the first round.
-The summary is written every half minute and at the end. Exit status: 0 all of that; 1 the server failed; 4 the plugin
-was not live; 6 something of it is not so, the summary says what.
+Wanted: no request fails, no line in the server's log reports a fault, memory of no GPU grows after the first round, the
+arm is what it says. The summary is written every half minute and at the end. Exit status: 0 all of that; 1 the server
+failed; 4 the plugin was not live; 6 something of it is not so. The summary says what.
+
+GPU memory is that of the server's own processes. Where nvidia-smi does not show them (in a container it shows the host's
+process numbers, or none) it is what is used on the server's GPUs, whoever uses it. ``gpu_memory_of`` in the summary says
+which of the two; every GPU is judged alone.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +41,7 @@ from harness.report import say
 from harness.server import Server, ServerError, install_cleanup
 
 UNSOUND = 6
+OWN_PROCESSES, WHOLE_GPUS = "the server's processes", "whole GPUs"
 _SAMPLE_S = 5.0
 _SUMMARY_S = 30.0
 _DRAIN_S = 120.0
@@ -75,10 +82,10 @@ class Tally:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory at a moment: seconds since the load began, MiB on all GPUs, MiB of the server's processes on the host."""
+    """Memory at a moment: seconds since the load began, MiB by GPU, MiB of the server's processes on the host."""
 
     at_s: float
-    gpu_mib: float | None
+    gpu_mib: dict[str, float] | None
     host_mib: float
 
 
@@ -171,31 +178,88 @@ async def run_request(http: Any, url: str, request: Request, tally: Tally) -> No
         tally.output_tokens += tokens
 
 
-def sample_memory(server: Server, at_s: float) -> MemorySample:
+class GpuMemory:
+    """MiB by GPU, looked at in one of two ways for the whole run: the jump from one to the other would look like growth."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._own: bool | None = None
+
+    @property
+    def of(self) -> str | None:
+        """Whose memory it is; None before the first look."""
+        return None if self._own is None else OWN_PROCESSES if self._own else WHOLE_GPUS
+
+    def now(self) -> dict[str, float] | None:
+        """None where nvidia-smi says nothing."""
+        if self._own is None:
+            # Every rank has a context. Fewer are no server's: process numbers of a host may be ours by chance.
+            self._own = len(self._of_processes() or ()) >= len(self._server.options.gpus)
+        return self._of_processes() if self._own else self._of_gpus()
+
+    def _of_processes(self) -> dict[str, float] | None:
+        names = {uuid: index for index, uuid in _rows("--query-gpu=index,uuid", 2)}
+        ours = {str(process.pid) for process in self._server.tree()}
+        used: dict[str, float] = {}
+        for pid, mib, uuid in _rows("--query-compute-apps=pid,used_memory,gpu_uuid", 3):
+            if pid in ours:
+                if not mib.isdecimal():  # [N/A]
+                    return None
+                gpu = names.get(uuid, uuid)
+                used[gpu] = used.get(gpu, 0.0) + float(mib)
+        return used or None
+
+    def _of_gpus(self) -> dict[str, float] | None:
+        rows = [row for row in _rows("--query-gpu=index,uuid,memory.used", 3) if row[2].isdecimal()]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:  # in this order
+            entries = [entry.strip() for entry in visible.split(",")]
+            rows = [row for entry in entries for row in rows if entry and (row[0] == entry or row[1].startswith(entry))]
+        gpus = self._server.options.gpus
+        return {rows[gpu][0]: float(rows[gpu][2]) for gpu in gpus} if max(gpus) < len(rows) else None
+
+
+def _rows(query: str, columns: int) -> list[list[str]]:
+    """What nvidia-smi answers, about all GPUs; nothing where it fails."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in out.splitlines()]
+    return [row for row in rows if len(row) == columns]
+
+
+def sample_memory(server: Server, gpu_memory: GpuMemory, at_s: float) -> MemorySample:
     """Memory now."""
-    used = [float(row[0]) for row in report.nvidia_smi("memory.used")]
     host = 0
     for process in server.tree():
         with contextlib.suppress(psutil.Error):
             host += process.memory_info().rss
-    return MemorySample(round(at_s, 1), sum(used) if used else None, round(host / _MIB, 1))
+    return MemorySample(round(at_s, 1), gpu_memory.now(), round(host / _MIB, 1))
 
 
-def growth(samples: Sequence[MemorySample], after_s: float, kind: str) -> float | None:
-    """MiB by which the largest value of the last half exceeds that of the half before it, ``after_s`` and later.
-
-    None where there are too few samples, or none of this kind.
-    """
-    values = [getattr(sample, kind) for sample in samples if sample.at_s >= after_s]
-    if len(values) < 4 or None in values:
+def growth(values: Sequence[float]) -> float | None:
+    """By how much the largest value of the last half exceeds that of the half before it; None where there are too few."""
+    if len(values) < 4:
         return None
     middle = len(values) // 2
     return max(values[middle:]) - max(values[:middle])
 
 
-async def _watch_memory(server: Server, begin: float, samples: list[MemorySample]) -> None:
+def gpu_growth(samples: Sequence[MemorySample], after_s: float) -> dict[str, float] | None:
+    """MiB by which the memory of every GPU grew, ``after_s`` and later; None where it was not measured, or too few times."""
+    found = [sample.gpu_mib for sample in samples if sample.at_s >= after_s]
+    measured = [mib for mib in found if mib is not None]
+    if len(measured) < max(4, len(found)):
+        return None
+    gpus = sorted({gpu for mib in measured for gpu in mib})
+    return {gpu: growth([mib.get(gpu, 0.0) for mib in measured]) or 0.0 for gpu in gpus}
+
+
+async def _watch_memory(server: Server, gpu_memory: GpuMemory, begin: float, samples: list[MemorySample]) -> None:
     while True:
-        samples.append(await asyncio.to_thread(sample_memory, server, time.monotonic() - begin))
+        samples.append(await asyncio.to_thread(sample_memory, server, gpu_memory, time.monotonic() - begin))
         await asyncio.sleep(_SAMPLE_S)
 
 
@@ -205,6 +269,7 @@ async def _load(
     schedule: Schedule,
     seconds: float,
     tally: Tally,
+    gpu_memory: GpuMemory,
     samples: list[MemorySample],
     write: Callable[[float, bool], Any],
 ) -> None:
@@ -212,7 +277,7 @@ async def _load(
     running: set[asyncio.Task[None]] = set()
     begin = said = written = time.monotonic()
     async with client.session() as http:
-        watcher = asyncio.create_task(_watch_memory(server, begin, samples))
+        watcher = asyncio.create_task(_watch_memory(server, gpu_memory, begin, samples))
         try:
             while (elapsed := time.monotonic() - begin) < seconds:
                 server.check_alive()
@@ -238,24 +303,30 @@ async def _load(
                 for task in late:
                     tally.fail("a request did not end after the load stopped")
                     task.cancel()
-            samples.append(await asyncio.to_thread(sample_memory, server, time.monotonic() - begin))
+            samples.append(await asyncio.to_thread(sample_memory, server, gpu_memory, time.monotonic() - begin))
         finally:
             watcher.cancel()
 
 
 def faults(
-    tally: Tally, errors: Sequence[str], gpu_growth: float | None, tolerance_mib: float, largest: int
+    tally: Tally,
+    errors: Sequence[str],
+    grown: Mapping[str, float] | None,
+    tolerance_mib: float,
+    largest: int,
+    problems: Sequence[str] = (),
 ) -> list[str]:
-    """What is not as wanted."""
-    found = []
+    """What is not as wanted. ``problems``: why the arm is not what it says, or what ended the run."""
+    found = list(problems)
     if tally.failed:
         found.append(f"{tally.failed} requests failed, first: {tally.failures[0]}")
     if errors:
         found.append(f"{len(errors)} log lines report a fault, first: {errors[0]}")
-    if gpu_growth is None:
+    if grown is None:
         found.append("GPU memory was not measured, or too few times")
-    elif gpu_growth > tolerance_mib:
-        found.append(f"GPU memory grew by {gpu_growth:.0f} MiB, more than {tolerance_mib:.0f}")
+    for gpu, mib in (grown or {}).items():
+        if mib > tolerance_mib:
+            found.append(f"memory of GPU {gpu} grew by {mib:.0f} MiB, more than {tolerance_mib:.0f}")
     if tally.most_at_once < largest:
         found.append(f"only {tally.most_at_once} requests at once, must reach {largest}")
     if not tally.aborted or not tally.hung_up:
@@ -298,12 +369,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     meta = report.run_meta(model=asdict(model), server=options.shown(arm))
 
     served_from = 0  # byte of the log from which on the server serves
+    gpu_memory = GpuMemory(server)
 
-    def write(elapsed: float, complete: bool) -> list[str]:
+    def write(elapsed: float, complete: bool, problems: Sequence[str] = ()) -> list[str]:
         errors = evidence.error_lines(server.log_text(served_from))
         seen = evidence.read_log(server.log_text())
-        grown = growth(samples, schedule.round_s, "gpu_mib")
-        found = faults(tally, errors, grown, args.memory_tolerance * options.tp, args.concurrency)
+        grown = gpu_growth(samples, schedule.round_s)
+        found = faults(tally, errors, grown, args.memory_tolerance, args.concurrency, problems)
         summary = {
             "complete": complete,
             "minutes": round(elapsed / 60.0, 2),
@@ -318,10 +390,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "longest_output": args.longest_output,
             **asdict(tally),
             "log_errors": errors[:_KEPT_FAILURES],
-            "gpu_memory_mib": _range([s.gpu_mib for s in samples if s.gpu_mib is not None]),
-            "gpu_memory_growth_mib": grown,
+            "gpu_memory_of": gpu_memory.of,
+            "gpu_memory_mib": _range([mib for s in samples if s.gpu_mib is not None for mib in s.gpu_mib.values()]),
+            "gpu_memory_growth_mib": max(grown.values()) if grown else None,  # of the GPU where it grew most
+            "gpu_memory_growth_by_gpu_mib": grown,
             "host_memory_mib": _range([s.host_mib for s in samples]),
-            "host_memory_growth_mib": growth(samples, schedule.round_s, "host_mib"),
+            "host_memory_growth_mib": growth([s.host_mib for s in samples if s.at_s >= schedule.round_s]),
         }
         report.write_json(args.out, {"meta": meta, "summary": summary, "cells": [asdict(s) for s in samples]})
         return found
@@ -333,23 +407,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             took = server.wait_ready(args.ready_timeout, report.ticker("starting"))
             say(f"{arm.name}: ready after {took:.0f} s")
             begin, served_from = time.monotonic(), server.log_size()
-            asyncio.run(_load(server, requests, schedule, args.minutes * 60.0, tally, samples, write))
+            asyncio.run(_load(server, requests, schedule, args.minutes * 60.0, tally, gpu_memory, samples, write))
             elapsed = time.monotonic() - begin
             problems = evidence.check_log(arm, evidence.read_log(server.log_text()), options.tp)
-            found = write(elapsed, True)
+            found = write(elapsed, True, [f"{arm.name} was not what it says: {problem}" for problem in problems])
     except (ServerError, *client.FAILURES) as error:
-        write(time.monotonic() - begin, False)
-        say(f"FAILED: {error!r}" if not str(error) else f"FAILED: {error}")
+        text = str(error) or repr(error)
+        write(
+            time.monotonic() - begin, False, [f"the run failed: {text.splitlines()[0]}"]
+        )  # the log's end is in the log
+        say(f"FAILED: {text}")
         return FAILED
-    if problems:
-        say(f"NOT PROVED: {'; '.join(problems)}")
-        return NOT_PROVED
     say(
         f"{elapsed / 60.0:.1f} minutes, {tally.sent} requests: {tally.finished} finished, {tally.aborted} aborted, "
         f"{tally.hung_up} hung up, {tally.failed} failed"
     )
     for fault in found:
         say(f"UNSOUND: {fault}")
+    if problems:
+        return NOT_PROVED
     return UNSOUND if found else 0
 
 

@@ -136,6 +136,15 @@ class LaunchOptions:
         return tuple(sorted(set(given.sizes or self._own_graph_sizes)))
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """The GPUs of the ranks, counted among those that the server may use; ``extra`` included."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--base-gpu-id", type=int, default=0)
+        parser.add_argument("--gpu-id-step", type=int, default=1)
+        given, _ = parser.parse_known_args(self.extra)
+        return tuple(given.base_gpu_id + given.gpu_id_step * rank for rank in range(self.tp))
+
+    @property
     def _own_graph_sizes(self) -> list[int]:
         wanted = [max(self.concurrencies)] if self.one_graph else self.concurrencies
         return sorted({self.graph_size(count) for count in wanted})

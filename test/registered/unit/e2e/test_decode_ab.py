@@ -1445,7 +1445,12 @@ def _soak(bench: Bench, *words: object, **fake: str) -> subprocess.CompletedProc
     return bench.run("soak", *short, *words, **fake)
 
 
-def test_soak_visits_every_level_and_counts_every_request(bench, monkeypatch):
+def test_soak_visits_every_level_and_counts_every_request(bench):
+    smi = bench.root / "bin" / "nvidia-smi"
+    shown = '"pids": \\[\\([0-9]*\\).*'
+    apps = f"""sed 's/.*{shown}/\\1, 700, GPU-1/' "$FAKE_JOURNAL"; echo 1, 9000, GPU-1"""
+    more = f'case "$1" in\n*compute-apps*) {apps} ;;\n*index,uuid*) echo 0, GPU-1 ;;'
+    smi.write_text(smi.read_text().replace('case "$1" in', more, 1))
     done = _soak(bench)
     summary = bench.results()["summary"]
     # Six seconds hold too few memory samples for a verdict on it: said so, and nothing else.
@@ -1455,37 +1460,33 @@ def test_soak_visits_every_level_and_counts_every_request(bench, monkeypatch):
     assert summary["sent"] == summary["finished"] + summary["aborted"] + summary["hung_up"]
     assert min(summary["aborted"], summary["hung_up"]) > 0
     assert summary["patches"] == list(EVERY) and summary["log_errors"] == []
+    # Not the other process's 9000.
+    assert (summary["gpu_memory_of"], summary["gpu_memory_mib"]) == ("the server's processes", [700.0, 700.0])
     bench.assert_nothing_runs()
 
 
 @pytest.mark.parametrize(
-    "fake, message",
+    "fake, status, message",
     [
-        ({"FAKE_FAIL_EVERY": "20"}, "requests failed, first: soak-"),
-        ({"FAKE_LOG_ERROR": "ERROR: scheduler hit an exception"}, "1 log lines report a fault"),
+        ({"FAKE_FAIL_EVERY": "20"}, 6, "requests failed, first: soak-"),
+        ({"FAKE_LOG_ERROR": "ERROR: scheduler hit an exception"}, 6, "1 log lines report a fault"),
+        ({"FAKE_LIE": "silent"}, 4, "plugin was not what it says: no activation line of the plugin"),
     ],
 )
-def test_soak_sees_what_goes_wrong(bench, fake, message):
+def test_soak_sees_what_goes_wrong(bench, fake, status, message):
     done = _soak(bench, **fake)
-    assert (done.returncode, message in done.stderr) == (6, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (status, True), done.stderr
+    summary = bench.results()["summary"]
+    assert summary["complete"] and not summary["sound"]
+    assert [fault for fault in summary["faults"] if message in fault]
 
 
 def test_soak_fails_with_its_server(bench):
     done = _soak(bench, FAKE_CRASH="30")
-    assert done.returncode == 1 and bench.results()["summary"]["complete"] is False
+    summary = bench.results()["summary"]
+    assert done.returncode == 1 and summary["complete"] is False
+    assert summary["faults"][0].startswith("the run failed: ")
     bench.assert_nothing_runs()
-
-
-def test_memory_growth_is_of_the_second_half_after_the_first_round():
-    def samples(*gpu: float | None) -> list[soak.MemorySample]:
-        return [soak.MemorySample(float(at), value, 1.0) for at, value in enumerate(gpu)]
-
-    assert soak.growth(samples(1, 9, 5, 5, 6, 5), 2.0, "gpu_mib") == 1.0  # 9 came before the first round ended
-    assert soak.growth(samples(5, 7, 5, 6), 0.0, "gpu_mib") == -1.0
-    assert soak.growth(samples(5, 5, 5), 0.0, "gpu_mib") is None
-    assert soak.growth(samples(None, None, None, None), 0.0, "gpu_mib") is None
-    grown = soak.faults(soak.Tally(aborted=1, hung_up=1, most_at_once=8), [], 100.0, 64.0, 8)
-    assert grown == ["GPU memory grew by 100 MiB, more than 64"]
 
 
 def test_soak_load_is_drawn_from_the_seed_and_covers_all_lengths():

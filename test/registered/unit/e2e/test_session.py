@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
@@ -19,6 +21,9 @@ register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 REPO = Path(__file__).resolve().parents[4]
 sys.path[:0] = [str(REPO / "benchmark" / "e2e"), str(REPO / "scripts")]
 
+import decode_ab  # noqa: E402
+import equality  # noqa: E402
+import soak  # noqa: E402
 from harness import report  # noqa: E402
 
 import run_h200_e2e  # noqa: E402
@@ -207,6 +212,19 @@ def test_the_end_of_every_log_is_archived(session, monkeypatch):
         found = {member.name: archive.extractfile(member).read() for member in archive.getmembers()}
     kept = {"long.log": whole[-1000:], "short.log": b"end", "part.json": whole}
     assert found == {f"models-of-mine/{name}": data for name, data in kept.items()}
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_what_the_tools_write_by_default_is_not_committed(tmp_path):
+    """At the root, where the README has them started; results that are to stay are under benchmark/results."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    shutil.copy(REPO / ".gitignore", tmp_path)
+    written = [f"e2e_{name}" for name in ("work/a.log", "decode.json", "decode.csv", "decode_m.png", "soak.json")]
+    kept = [f"benchmark/results/h200/{name}" for name in written]
+    found = subprocess.run(["git", "check-ignore", *written, *kept], cwd=tmp_path, capture_output=True, text=True)
+    assert found.stdout.split() == written
+    defaults = [tool._parser().parse_args(["--model-path", "m"]) for tool in (decode_ab, equality, soak)]
+    assert all(args.out.match("e2e_*.json") and str(args.work) == "e2e_work" for args in defaults)
 
 
 if __name__ == "__main__":
