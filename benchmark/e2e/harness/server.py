@@ -430,7 +430,7 @@ def _is_free(port: int) -> bool:
 def _listeners(port: int) -> list[psutil.Process]:
     """Who listens on a TCP port, as far as this process may see it."""
     found: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError, ValueError):  # where /proc is another kind
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 with contextlib.suppress(psutil.NoSuchProcess):
