@@ -5,8 +5,8 @@
     python benchmark/e2e/decode_ab.py --model-path DIR --arms engine plugin requant,expected_m
 
 Every arm is a fresh ``python -m sglang.launch_server`` with the same flags; arms alternate (A B, B A, ...). Within one
-start every concurrency is measured ``--rounds`` times after a warm-up. Differences are paired and carry a bootstrap
-interval.
+start every concurrency is measured ``--rounds`` times after a warm-up. Differences are paired and carry a 95% interval over
+the starts.
 
 An arm is proved by the plugin's lines in the server's log and by kernel names in a profile that ends every start. Exit
 status: 0 measured and proved; 1 a server failed; 2 wrong arguments; 3 the time ran out (run again to go on: finished
@@ -324,9 +324,15 @@ async def _resident_blocks(
 
 
 def cells_of(
-    starts: Sequence[Start], arms: Sequence[Arm], model: Model, options: LaunchOptions, plan: Plan, engine: str
+    starts: Sequence[Start],
+    arms: Sequence[Arm],
+    model: Model,
+    options: LaunchOptions,
+    plan: Plan,
+    engine: str,
+    one_start: bool = False,
 ) -> list[dict[str, Any]]:
-    """One cell per arm and concurrency; the first arm is the baseline."""
+    """One cell per arm and concurrency; the first arm is the baseline. ``one_start``: of each arm, whatever the blocks."""
     cells = []
     for concurrency in plan.concurrencies:
         samples = [
@@ -345,7 +351,7 @@ def cells_of(
                 and taken["concurrency"] == concurrency
                 and taken["engine_tokens_per_s"] is not None
             ]
-            versus = paired.compare(samples, arms[0].name, arm.name) if arm is not arms[0] else None
+            versus = paired.compare(samples, arms[0].name, arm.name, one_start) if arm is not arms[0] else None
             cell = _cell(arm, mine, own, versus, model, options, concurrency, engine, starts)
             base = cells[-arms.index(arm)] if versus else cell
             cells.append({**cell, "baseline_tokens_per_s": base["tokens_per_s"] if versus else None})
@@ -388,6 +394,7 @@ def _cell(
         "gain_low_pct": round(versus.low_pct, 3) if versus else None,
         "gain_high_pct": round(versus.high_pct, 3) if versus else None,
         "interval": [round(versus.low_pct, 3), round(versus.high_pct, 3)] if versus else None,
+        "interval_method": versus.interval_method if versus else None,
         "noise_pct": round(versus.noise_pct, 3) if versus else None,
         "verdict": versus.verdict if versus else "baseline",
         "saved_us_per_moe_layer": round(saved_us, 3) if saved_us is not None else None,
@@ -426,7 +433,8 @@ def _outputs(
         args.work / f"samples-{name}-{options.padded_rows}rows-{'-'.join(map(str, options.concurrencies))}.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
     )
-    columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "noise %", "us/MoE layer", "verdict"]
+    columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "interval", "noise %", "us/MoE layer"]
+    columns += ["verdict"]
     report.print_table(
         title,
         columns,
@@ -438,6 +446,7 @@ def _outputs(
                 f"{cell['tpot_ms']:.3f}",
                 "" if cell["gain_pct"] is None else cell["gain_pct"],
                 "" if cell["interval"] is None else f"{cell['gain_low_pct']:.2f} .. {cell['gain_high_pct']:.2f}",
+                cell["interval_method"] or "",
                 "" if cell["noise_pct"] is None else cell["noise_pct"],
                 "" if cell["saved_us_per_moe_layer"] is None else cell["saved_us_per_moe_layer"],
                 cell["verdict"],
@@ -506,6 +515,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])
         options = launch_options(args, concurrencies)
         check_fits(options, model)
+        if args.blocks > 1:
+            paired.t_quantile(args.blocks)  # whether the interval can be computed, before a server starts
         if args.client == "bench_serving" and options.skip_tokenizer:
             raise ValueError("client: is 'bench_serving', must be 'stream' without --with-tokenizer: it counts text")
         if args.mode == "resident":
@@ -548,7 +559,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if starts is None:
         say("the time is used up; run the same command again to go on")
         return INCOMPLETE
-    _outputs(cells_of(starts, arms, model, options, plan, engine), starts, arms, options, args)
+    cells = cells_of(starts, arms, model, options, plan, engine, one_start=args.mode == "resident")
+    _outputs(cells, starts, arms, options, args)
     return 0
 
 

@@ -13,6 +13,7 @@ import json
 import lzma
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -50,6 +51,7 @@ from sglang_w4afp8 import lifecycle, plugin  # noqa: E402
 
 EVERY = tuple(patch.name for patch in plugin.LEDGER)
 ENGINE, PLUGIN = Arm("engine", ()), Arm("plugin", None)
+MODEL = {"num_hidden_layers": 5, "n_routed_experts": 64, "first_k_dense_replace": 1, "vocab_size": 1000}
 
 
 # What is asked of a server
@@ -684,12 +686,57 @@ def test_rounds_that_one_arm_lacks_are_left_out():
         paired.compare(_samples([[100.0]], []), "engine", "plugin")
 
 
-def test_the_interval_covers_the_blocks():
-    low, high = paired.bootstrap_interval([[0.1, 0.1], [0.3, 0.3]])
-    assert (low, high) == (0.1, 0.3)
-    assert paired.bootstrap_interval([[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]) == paired.bootstrap_interval(
-        [[0.0, 1.0, 2.0], [1.0, 2.0, 3.0]]
+def test_the_interval_over_starts_is_students():
+    """Medians 0.1 and 0.3: 0.2 and 12.706 standard errors of 0.1 on either side; of a third start 4.303."""
+    assert paired.t_interval([[0.1, 0.1, 9.0], [0.3, 0.3, -9.0]]) == pytest.approx(
+        (0.2 - 1.2706, 0.2 + 1.2706), abs=1e-4
     )
+    half = 4.3027 * 0.1 / math.sqrt(3)
+    assert paired.t_interval([[0.1], [0.2], [0.3]]) == pytest.approx((0.2 - half, 0.2 + half), abs=1e-4)
+
+
+def test_the_rounds_of_one_start_are_resampled():
+    rounds = [0.0, 1.0, 2.0]
+    assert paired.bootstrap_interval(rounds) == paired.bootstrap_interval(rounds) == (0.0, 2.0)
+    assert paired.bootstrap_interval([0.1, 0.1]) == (0.1, 0.1)
+
+
+def test_what_an_interval_is_of_is_said():
+    two, one = _samples([[100, 101], [101, 100]], [[105, 106], [106, 105]]), _samples([[100, 101]], [[105, 106]])
+    found = [paired.compare(two, "engine", "plugin"), paired.compare(two, "engine", "plugin", one_start=True)]
+    found.append(paired.compare(one, "engine", "plugin"))
+    assert [(result.interval_method, result.verdict) for result in found] == [
+        ("t over starts", "faster"),
+        ("t over blocks of one start", "one start: no verdict"),
+        ("rounds of one start", "one block: no verdict"),
+    ]
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+@pytest.mark.parametrize("of_starts, of_rounds", [(0.01, 0.005), (0.005, 0.01)])
+def test_an_arm_is_not_faster_than_itself(blocks, of_starts, of_rounds):
+    """A/A: starts that differ by a percent or a half, rounds likewise, three a start as by default."""
+    rng = random.Random(blocks)
+
+    def arm() -> list[list[float]]:
+        starts = [rng.gauss(0.0, of_starts) for _ in range(blocks)]
+        return [[100.0 * math.exp(start + rng.gauss(0.0, of_rounds)) for _ in range(3)] for start in starts]
+
+    found = [paired.compare(_samples(arm(), arm()), "engine", "plugin") for _ in range(1000)]
+    assert sum(result.verdict != "no difference shown" for result in found) <= 80
+    assert sum(result.low_pct <= 0.0 <= result.high_pct for result in found) >= 900
+
+
+def test_without_scipy_several_starts_are_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(decode_ab, "install_cleanup", lambda: None)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ValueError, match="^blocks: is 2, must be 1 without scipy"):
+        paired.compare(_samples([[100.0], [101.0]], [[110.0], [111.0]]), "engine", "plugin")
+    assert paired.compare(_samples([[100.0]], [[110.0]]), "engine", "plugin").gain_pct == pytest.approx(10.0)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    with pytest.raises(SystemExit, match="2"):
+        decode_ab.main(["--model-path", str(tmp_path), "--work", str(tmp_path / "work"), "--launch-command", "false"])
+    assert "blocks: is 2, must be 1 without scipy" in capsys.readouterr().err and not (tmp_path / "work").exists()
 
 
 def test_arms_alternate():
@@ -780,9 +827,8 @@ def _wait_for(what: Any, seconds: float = 60.0) -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    model = {"num_hidden_layers": 5, "n_routed_experts": 64, "first_k_dense_replace": 1, "vocab_size": 1000}
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(model))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL))
     smi = tmp_path / "bin" / "nvidia-smi"
     smi.parent.mkdir()
     smi.write_text(
@@ -837,7 +883,8 @@ def test_ab_measures_proves_and_reports(bench):
         assert math.isclose(cell["tokens_per_s"], cell["concurrency"] / cell["tpot_ms"] * 1e3, rel_tol=0.2)
         assert cell["engine_log_tokens_per_s"] > 0
     assert (cells["engine", 2]["patches"], cells["plugin", 2]["patches"]) == ("", ",".join(EVERY))
-    assert len(cells["plugin", 2]["interval"]) == 2
+    assert len(cells["plugin", 2]["interval"]) == 2 and cells["plugin", 2]["interval_method"] == "t over starts"
+    assert cells["engine", 2]["interval_method"] is None
     # The fake trace is of one layer: four kernels of the chain of 5 us each without the plugin, the two kernels with it.
     for arm, backend, chain_us in (("engine", "cutlass", 20.0), ("plugin", "triton", 10.0)):
         cell = cells[arm, 3]
@@ -958,7 +1005,12 @@ def test_resident_servers_run_side_by_side(bench):
     assert [line["arm"] for line in bench.journal] == ["engine", "plugin"]
     flags = bench.journal[0]["flags"]
     assert flags[flags.index("--mem-fraction-static") + 1] == "0.35" and "--max-total-tokens" in flags
-    assert {cell["blocks"] for cell in bench.results()["cells"]} == {2}
+    cells = bench.results()["cells"]
+    assert {cell["blocks"] for cell in cells} == {2}
+    # Both blocks are of the same start.
+    assert {(cell["interval_method"], cell["verdict"]) for cell in cells if cell["arm"] == "plugin"} == {
+        ("t over blocks of one start", "one start: no verdict")
+    }
     order = [line.split("] ")[1].split(":")[0] for line in done.stderr.splitlines() if " 2 requests: " in line]
     assert order == ["engine", "plugin", "plugin", "engine", "plugin", "engine", "engine", "plugin"]
     bench.assert_nothing_runs()
