@@ -65,6 +65,7 @@ class ResultTable:
         where: field -> values that a cell must have to be shown. All cells when empty.
         measured: field that must not be null for a cell to be shown. All cells when empty.
         total: label of a last row over all shown cells; no such row when empty.
+        required: field -> what every shown cell must have there, or the table would say what is not so.
     """
 
     title: str
@@ -75,6 +76,7 @@ class ResultTable:
     where: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     measured: str = ""
     total: str = ""
+    required: Mapping[str, Any] = field(default_factory=dict)
 
     def shows(self, cell: Cell) -> bool:
         """Whether the table is about this cell."""
@@ -198,10 +200,12 @@ _DECODE_COLUMNS = (
     one("engine, tokens/s", "baseline_tokens_per_s", 0),
     one("arm, tokens/s", "tokens_per_s", 0),
     Column("gain, %", _interval),
+    Column("interval", lambda cells: cells[0]["interval_method"]),
     one("starts of an arm", "blocks", 0),
     one("saved us a layer", "saved_us_per_moe_layer", 1),
     one("saved ms, 58 layers", "saved_ms_58_layers"),
 )
+_OVER_ENGINE = {"baseline": "engine"}  # as the columns are called
 # Every arm but the baseline.
 _DECODE_ARMS = {"arm": ("plugin", "cutlass", "triton", "auto")}
 
@@ -378,13 +382,16 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         file="h200/e2e_decode.json",
         note=(
             "Tokens per second of a server with the plugin against the same server without it, DeepSeek-V3 sizes with few "
-            "layers on one GPU and real DeepEP; gain in percent with its 95% interval. Few layers carry the whole LM head, so "
-            "the last columns say what each expert layer saves, and what that is for the 58 of DeepSeek-V3. Engines may "
-            "bring another Triton than the one named below: see the comparison of toolchains."
+            "layers on one GPU and real DeepEP; gain in percent with its 95% interval, which is Student's t over the starts of "
+            "an arm. Where it is of resampled starts it is narrower than 95%, and its single samples are gone: with two "
+            "starts Student's t is up to 12.7 times as wide. Few layers carry the whole LM head, so the last columns say what "
+            "each expert layer saves, and what that is for the 58 of DeepSeek-V3. Engines may bring another Triton than the "
+            "one named below: see the comparison of toolchains."
         ),
         group_by=("model", "engine", "routing", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,
         where=_DECODE_ARMS,
+        required=_OVER_ENGINE,
     ),
     ResultTable(
         title="What a step is made of",
@@ -404,6 +411,7 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             _part_of_step("rest", "other"),
         ),
         measured="share_of_step",
+        required=_OVER_ENGINE,
     ),
     ResultTable(
         title="The same tokens?",
@@ -433,11 +441,12 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         file="h200x2/e2e_decode.json",
         note=(
             "The same with expert parallelism over two GPUs, 256 experts and as many layers as fit; by requests at once. "
-            "With one start of each arm the interval says nothing of how two starts differ."
+            "With one start of each arm the interval is of its rounds and says nothing of how two starts differ."
         ),
         group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,
         where=_DECODE_ARMS,
+        required=_OVER_ENGINE,
     ),
     ResultTable(
         title="Decoding over four GPUs",
@@ -446,6 +455,7 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
         group_by=("model", "engine", "padded_rows", "concurrency", "arm"),
         columns=_DECODE_COLUMNS,
         where=_DECODE_ARMS,
+        required=_OVER_ENGINE,
     ),
     ResultTable(
         title="One layer over two GPUs",
@@ -486,6 +496,11 @@ def result_table(table: ResultTable, results: Path) -> str:
         data = json.loads(path.read_text())
         source = _source(path, table.file, data["meta"])
         cells = [cell for cell in data["cells"] if table.shows(cell)]
+        for name, value in table.required.items():
+            for other in (cell[name] for cell in cells if cell[name] != value):
+                raise RenderError(
+                    f"{path}: a cell of the table {table.title!r} has {name} {other!r}, must be {value!r}"
+                )
         groups: dict[tuple[Any, ...], list[Cell]] = {}
         for cell in cells:
             groups.setdefault(tuple(cell[name] for name in table.group_by), []).append(cell)

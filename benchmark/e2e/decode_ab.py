@@ -48,7 +48,10 @@ from harness.server import LaunchOptions, Server, ServerError, install_cleanup, 
 
 DEEPSEEK_V3_MOE_LAYERS = 58
 BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
-KEY = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "routing", "concurrency", "arm")
+# What a picture is of: cells that differ in the arm and in the number of requests alone.
+SERIES = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "routing", "baseline", "padded_rows")
+SERIES += ("input_len", "output_len", "client")
+KEY = (*SERIES, "concurrency", "arm")
 # Every rank writes a trace, and traces grow with the layers.
 _PROFILE_TIMEOUT_S = 120.0
 
@@ -66,6 +69,11 @@ class Plan:
     vocab_size: int
     dp: int = 1
     bench_serving: tuple[str, ...] = ()  # how to start the engine's tool; empty: our own streamed batch
+
+    @property
+    def client(self) -> str:
+        """What measures, as the results name it."""
+        return "bench_serving" if self.bench_serving else "stream"
 
     def prompts(self, concurrency: int, round_: int) -> list[list[int]]:
         """The same for every arm and block."""
@@ -353,8 +361,9 @@ def cells_of(
             ]
             versus = paired.compare(samples, arms[0].name, arm.name, one_start) if arm is not arms[0] else None
             cell = _cell(arm, mine, own, versus, model, options, concurrency, engine, starts)
-            base = cells[-arms.index(arm)] if versus else cell
-            cells.append({**cell, "baseline_tokens_per_s": base["tokens_per_s"] if versus else None})
+            cell["baseline"] = arms[0].name
+            cell["baseline_tokens_per_s"] = cells[-arms.index(arm)]["tokens_per_s"] if versus else None
+            cells.append({**cell, "input_len": plan.input_len, "output_len": plan.output_len, "client": plan.client})
     return cells
 
 
@@ -426,9 +435,8 @@ def _outputs(
     name = "_".join(cells[0][field] for field in ("model", "engine", "routing"))
     title = f"{cells[0]['model']}, {serving}, {meta['gpu']}"
     # Cells of an earlier run with other numbers of requests belong into the same picture.
-    series = ("model", "engine", "routing", "tp", "ep", "dp")
-    drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in series)]
-    report.draw_gains(args.out.with_name(f"{args.out.stem}_{name}.png"), title, drawn)
+    drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in SERIES)]
+    report.draw_gains(args.out.with_name(f"{args.out.stem}_{name}.png"), title, arms[0].name, drawn)
     report.write_json(
         args.work / f"samples-{name}-{options.padded_rows}rows-{'-'.join(map(str, options.concurrencies))}.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
@@ -509,7 +517,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if REFERENCE in args.arms:
             raise ValueError(f"arms: {REFERENCE!r} is no arm of a speed comparison; equality.py compares with it")
         model = Model.read(args.model_path, args.model_name)
-        report.check_same_gpu(args.out, report.run_meta())
+        report.check_mergeable(args.out, report.run_meta(), KEY)
         concurrencies = sorted(set(args.concurrency))
         if args.profile_at is None:
             args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])

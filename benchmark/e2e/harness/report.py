@@ -110,23 +110,31 @@ def _joined(old: Any, new: Any, separator: str) -> str:
     return separator.join(parts if str(new) in parts else [*parts, str(new)])
 
 
-def check_same_gpu(path: Path, meta: Mapping[str, Any]) -> None:
-    """One results file holds one kind of GPU.
+def check_mergeable(path: Path, meta: Mapping[str, Any], key: Sequence[str]) -> None:
+    """Whether cells can be put into a results file: it holds one kind of GPU, and its cells have all key fields.
 
     Raises:
-        ValueError: the file is from another one.
+        ValueError: the file is from another GPU, or from a version of the tool that did not say so much of a cell.
     """
-    if path.exists() and (old := json.loads(path.read_text())["meta"]["gpu"]) != meta["gpu"]:
-        raise ValueError(f"out: {path} has gpu {old!r}, must be this machine's, {meta['gpu']!r}")
+    if not path.exists():
+        return
+    old = json.loads(path.read_text())
+    if (gpu := old["meta"]["gpu"]) != meta["gpu"]:
+        raise ValueError(f"out: {path} has gpu {gpu!r}, must be this machine's, {meta['gpu']!r}")
+    if lacking := [name for name in key if any(name not in cell for cell in old["cells"])]:
+        raise ValueError(
+            f"out: {path} has cells without {', '.join(lacking)}, must have been written by this version; give "
+            "another file with --out"
+        )
 
 
 def merge_results(path: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[str, Any]], key: Sequence[str]) -> None:
     """Put cells into a results file: they replace those with the same key fields, the others stay.
 
     Raises:
-        ValueError: see `check_same_gpu`.
+        ValueError: see `check_mergeable`.
     """
-    check_same_gpu(path, meta)
+    check_mergeable(path, meta, key)
     if path.exists():
         old = json.loads(path.read_text())
         fresh = {tuple(cell[name] for name in key) for cell in cells}
@@ -163,7 +171,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]
     console.print(table)
 
 
-def draw_gains(path: Path, title: str, cells: Sequence[Mapping[str, Any]]) -> bool:
+def draw_gains(path: Path, title: str, baseline: str, cells: Sequence[Mapping[str, Any]]) -> bool:
     """Gain over the baseline by concurrency, with intervals; False where matplotlib is missing."""
     try:
         import matplotlib
@@ -188,7 +196,7 @@ def draw_gains(path: Path, title: str, cells: Sequence[Mapping[str, Any]]) -> bo
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(concurrencies)), [str(c) for c in concurrencies])
     axes.set_xlabel("requests at once")
-    axes.set_ylabel("decode tokens/s over the engine, %")
+    axes.set_ylabel(f"decode tokens/s over {baseline}, %")
     axes.set_title(title)
     if arms:
         axes.legend()

@@ -768,6 +768,8 @@ def test_what_a_layer_saves(tmp_path):
     assert cells[1]["gain_pct"] == pytest.approx(55.0)
     assert cells[1]["baseline_tokens_per_s"] == cells[0]["tokens_per_s"]
     assert cells[1]["patches"] == ",".join(EVERY)
+    conditions = ("baseline", "input_len", "output_len", "client")
+    assert [tuple(cell[name] for name in conditions) for cell in cells] == [("engine", 16, 64, "stream")] * 2
 
 
 # The driver, against the fake server
@@ -1080,6 +1082,54 @@ def test_results_of_several_models_share_a_file(bench):
         ("other", 2, "plugin", 1),
     ]
     assert data["meta"]["command"].count("decode_ab.py") == 3
+
+
+def test_gains_over_another_baseline_or_under_other_conditions_replace_nothing(bench):
+    short = ("--blocks", 1, "--rounds", 1, "--concurrency", 2)
+    for words in (
+        ("--arms", "engine", "triton"),
+        ("--arms", "cutlass", "triton"),
+        ("--arms", "engine", "triton", "--input-len", 6),
+        ("--arms", "engine", "triton", "--dispatch-tokens", 1024),
+    ):
+        done = bench.ab(*short, *words)
+        assert done.returncode == 0, done.stderr
+    cells = bench.results()["cells"]
+    assert {
+        (c["baseline"], c["arm"], c["input_len"], c["padded_rows"]): (c["output_len"], c["client"]) for c in cells
+    } == {
+        (baseline, arm, length, rows): (40, "stream")
+        for baseline, length, rows in (("engine", 4, 512), ("cutlass", 4, 512), ("engine", 6, 512), ("engine", 4, 1024))
+        for arm in (baseline, "triton")
+    }
+    # The gain over cutlass is none over the engine: the README's table, whose columns say so, refuses it.
+    table = next(table for table in render_readme.RESULT_TABLES if table.title == "Decoding on the real server")
+    meta, path = bench.results()["meta"], bench.root / table.file
+    alike = [cell for cell in cells if (cell["input_len"], cell["padded_rows"]) == (4, 512)]
+    report.write_json(path, {"meta": meta, "cells": [cell for cell in alike if cell["baseline"] == "engine"]})
+    assert "| triton |" in render_readme.result_table(table, bench.root)
+    report.write_json(path, {"meta": meta, "cells": alike})
+    with pytest.raises(render_readme.RenderError, match="has baseline 'cutlass', must be 'engine'"):
+        render_readme.result_table(table, bench.root)
+
+
+def test_the_picture_names_what_the_gain_is_over(monkeypatch, tmp_path):
+    from matplotlib.axes import Axes
+
+    labels: list[str] = []
+    monkeypatch.setattr(Axes, "set_ylabel", lambda axes, text: labels.append(text))
+    cell = {"arm": "triton", "concurrency": 8, "gain_pct": 1.0, "gain_low_pct": 0.0, "gain_high_pct": 2.0}
+    report.draw_gains(tmp_path / "x.png", "title", "cutlass", [cell])
+    assert labels == ["decode tokens/s over cutlass, %"]
+
+
+def test_results_that_do_not_say_their_baseline_are_not_added_to(bench):
+    old = {"meta": {"gpu": "Fake GPU"}, "cells": [dict.fromkeys(decode_ab.KEY, 1)]}
+    del old["cells"][0]["baseline"], old["cells"][0]["client"]
+    (bench.root / "out.json").write_text(json.dumps(old))
+    done = bench.ab()
+    assert done.returncode == 2 and "out.json has cells without baseline, client, must" in done.stderr
+    assert "--out" in done.stderr.splitlines()[-1] and bench.journal == []
 
 
 def test_results_of_another_gpu_are_not_mixed_in(bench):

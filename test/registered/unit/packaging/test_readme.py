@@ -228,6 +228,8 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
                 "baseline_tokens_per_s": 100.0,
                 "gain_pct": 10.0,
                 "interval": [9.0, 11.0],
+                "interval_method": "t over starts",
+                "baseline": "engine",
                 "blocks": 2,
                 "saved_us_per_moe_layer": 40.0,
                 "saved_ms_58_layers": 2.32,
