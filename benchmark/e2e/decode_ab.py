@@ -30,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import client, evidence, paired, report
-from harness.arms import ENGINE, PLUGIN, REFERENCE, Arm, parse_arm, plugin_digest
+from harness.arms import ENGINE, PLUGIN, REFERENCE, Arm, parse_arm
 from harness.cli import (
     FAILED,
     INCOMPLETE,
@@ -41,6 +41,8 @@ from harness.cli import (
     NotProvedError,
     add_server_arguments,
     check_fits,
+    conditions,
+    fingerprint,
     launch_options,
 )
 from harness.report import say
@@ -546,15 +548,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.bench_serving_command if args.client == "bench_serving" else (),
     )
     engine = report.version("sglang")
-    fingerprint = {
+    run_of = {
+        "model": fingerprint(model, args.model_path),
         "options": asdict(options),
         "plan": asdict(plan),
         "mode": args.mode,
-        "engine": engine,
-        "plugin": plugin_digest(),
-        "gpus": report.nvidia_smi("uuid"),  # pairs from two machines would not be pairs
+        **conditions(options.environ(parse_arm(ENGINE))),
     }
-    journal, clock = Journal(args.work, "decode", fingerprint), Clock(args.time_limit)
+    journal, clock = Journal(args.work, "decode", run_of), Clock(args.time_limit)
     run = run_fresh if args.mode == "fresh" else run_resident
     try:
         starts = run(arms, options, plan, args.blocks, journal, clock, args.ready_timeout)

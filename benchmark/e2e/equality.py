@@ -50,7 +50,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import client, evidence, report
-from harness.arms import CUTLASS, ENGINE, PLUGIN, REFERENCE, TRITON, Arm, parse_arm, plugin_digest
+from harness.arms import CUTLASS, ENGINE, PLUGIN, REFERENCE, TRITON, Arm, parse_arm
 from harness.cli import (
     FAILED,
     INCOMPLETE,
@@ -61,6 +61,8 @@ from harness.cli import (
     NotProvedError,
     add_server_arguments,
     check_fits,
+    conditions,
+    fingerprint,
     launch_options,
 )
 from harness.report import say
@@ -338,13 +340,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.work,
         "equality",
         {
+            "model": fingerprint(model, args.model_path),
             "right": asdict(right),
             "other": asdict(other),
             "prompts": prompts,
             "output_len": args.output_len,
-            "engine": report.version("sglang"),
-            "plugin": plugin_digest(),
-            "gpus": report.nvidia_smi("uuid"),
+            **conditions(right.environ(parse_arm(ENGINE))),
         },
     )
     clock = Clock(args.time_limit)

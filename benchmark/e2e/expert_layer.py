@@ -28,8 +28,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import report
-from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm, plugin_digest
-from harness.cli import FAILED, NOT_PROVED, Journal, check_gpus
+from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm
+from harness.cli import FAILED, NOT_PROVED, Journal, check_gpus, conditions
 from harness.report import say
 from harness.server import RIGHT_ROWS, install_cleanup
 
@@ -136,14 +136,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     caps = args.dispatch_tokens or [RIGHT_ROWS // 2 // args.ranks, RIGHT_ROWS // args.ranks]
-    fingerprint = {
-        "ranks": args.ranks,
-        "words": args.ranks_args,
-        "engine": report.version("sglang"),
-        "plugin": plugin_digest(),
-        "gpus": report.nvidia_smi("uuid"),
-    }
-    journal = Journal(args.work, "layer", fingerprint)
+    run_of = {"ranks": args.ranks, "words": args.ranks_args, **conditions(parse_arm(ENGINE).environ())}
+    journal = Journal(args.work, "layer", run_of)
     cells, status = [], 0
     for tokens in caps:
         for arm in arms:

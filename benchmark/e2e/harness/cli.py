@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import engine_source, report
+from harness.arms import plugin_digest
 from harness.server import (
     LAUNCH,
     MODEL_ROUTING,
@@ -54,6 +55,30 @@ class Model:
             raise ValueError(
                 f"model-path: {path} has no config.json of a mixture-of-experts model: {error!r}"
             ) from error
+
+
+# Of a checkpoint's files those that are small, and that another checkpoint in its place would not share.
+_CHECKPOINT_FILES = ("config.json", "model.safetensors.index.json", "synthetic_checkpoint.json")
+_VERSIONS = ("sglang", "sglang-kernel", "torch", "triton")
+
+
+def fingerprint(model: Model, path: Path) -> dict[str, Any]:
+    """Which checkpoint it is, whatever stands at its path later: what is said of it, and digests of its small files."""
+    files = [path / name for name in _CHECKPOINT_FILES]
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
+    return {**dataclasses.asdict(model), "files": digests}
+
+
+def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What else decides how fast and with what result a process in this environment computes."""
+    switches = {name: value for name, value in environ.items() if name.startswith("SGLANG_")}
+    return {
+        "versions": {name: report.version(name) for name in _VERSIONS},
+        # The plugin's own are the arm's.
+        "environ": {name: value for name, value in switches.items() if not name.startswith("SGLANG_W4AFP8_")},
+        "plugin": plugin_digest(),
+        "gpus": report.nvidia_smi("uuid"),  # pairs from two machines would not be pairs
+    }
 
 
 class Journal:

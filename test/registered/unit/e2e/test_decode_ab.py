@@ -1001,6 +1001,60 @@ def test_runs_that_differ_in_anything_share_nothing(tmp_path):
     assert Journal(tmp_path, "decode", {"plan": {"rounds": 3}}).load("block0-engine") == {"ready_s": 1.5}
 
 
+def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_path):
+    """At the same path another checkpoint may stand, of the same sizes; the server inherits the engine's switches."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "synthetic_checkpoint.json").write_text('{"seed": 0}')
+
+    def of() -> str:
+        environ = LaunchOptions(str(tmp_path), (8,)).environ(ENGINE)
+        return json.dumps(
+            [cli.fingerprint(Model.read(tmp_path, "m"), tmp_path), cli.conditions(environ)], sort_keys=True
+        )
+
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU-1"]])
+    seen = [of()]
+    for name in ("SGLANG_W4AFP8_BACKEND", "SGLANG_SIMULATE_UNIFORM_EXPERTS", "HOME"):  # not inherited, or no matter
+        monkeypatch.setenv(name, "1")
+    assert of() == seen[0]
+    (tmp_path / "synthetic_checkpoint.json").write_text('{"seed": 1}')
+    seen.append(of())
+    (tmp_path / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 7168}))
+    seen.append(of())
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    seen.append(of())
+    monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", "1")
+    seen.append(of())
+    for package in ("sglang", "sglang-kernel", "torch", "triton"):
+        version = report.version
+        monkeypatch.setattr(report, "version", lambda name, p=package, v=version: "9" if name == p else v(name))
+        seen.append(of())
+    assert len(set(seen)) == len(seen) == 9
+
+
+@pytest.mark.parametrize("tool", ["decode_ab", "equality", "expert_layer"])
+def test_another_switch_of_the_engine_is_another_run(bench, monkeypatch, tool):
+    """Everything but the model and the environment is as before, and nothing is taken over."""
+    kept: list[str] = []
+    monkeypatch.setattr(cli.Journal, "load", lambda journal, name: kept.append(journal.directory.name) or _stop())
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU", "1"]] * 2)
+    module = {"decode_ab": decode_ab, "equality": equality, "expert_layer": expert_layer}[tool]
+    monkeypatch.setattr(module, "install_cleanup", lambda: None)
+    words = _layer_words(bench.root) if tool == "expert_layer" else bench.command(tool)[2:]
+    monkeypatch.setattr(sys, "argv", [tool])
+    for switch, seed in (("0", 0), ("0", 0), ("1", 0), ("1", 1)):
+        monkeypatch.setenv("SGLANG_DEEPEP_BF16_DISPATCH", switch)
+        (bench.root / "model" / "synthetic_checkpoint.json").write_text(json.dumps({"seed": seed}))
+        with pytest.raises(KeyboardInterrupt):
+            module.main(words)
+    assert kept[0] == kept[1] != kept[2]
+    assert (kept[2] == kept[3]) == (tool == "expert_layer")  # which has no checkpoint
+
+
+def _stop() -> None:
+    raise KeyboardInterrupt
+
+
 def test_resident_servers_run_side_by_side(bench):
     done = bench.ab("--mode", "resident")
     assert done.returncode == 0, done.stderr
