@@ -185,7 +185,7 @@ async def take_profile(http: Any, server: Server, plan: Plan, directory: Path) -
 def prove(server: Server, profiles: Sequence[evidence.Profile]) -> tuple[list[str], str, list[str]]:
     """The live patches, what computed the experts, and what contradicts the arm, on any rank."""
     seen = evidence.read_log(server.log_text())
-    problems = evidence.check_log(server.arm, seen, server.options.tp)
+    problems = evidence.check_log(server.arm, seen, server.options.tp, report.version("sglang"))
     live = list(dict.fromkeys(name for names in seen.first_calls for name in names))
     backend = evidence.computed_by(server.arm, seen)
     for profile in profiles:

@@ -195,7 +195,7 @@ def decode_all(
         tokens, gaps = asyncio.run(_decode(server, prompts, length))
         said = server.log_text()
     seen = evidence.read_log(said)
-    problems = evidence.check_log(arm, seen, options.tp)
+    problems = evidence.check_log(arm, seen, options.tp, report.version("sglang"))
     if problems:
         raise NotProvedError(f"{arm.name} was not what it says ({log}): {'; '.join(problems)}")
     clock.spent("server", time.monotonic() - begin)

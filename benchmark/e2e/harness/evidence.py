@@ -32,6 +32,7 @@ class LogEvidence:
         disabled: processes that said that the plugin is switched off.
         other: further lines of the plugin.
         backends: what computed the experts of each of the first calls, where the line says it.
+        engines: per process that activated, the engine's version.
     """
 
     activations: tuple[tuple[str, ...], ...] = ()
@@ -40,6 +41,7 @@ class LogEvidence:
     disabled: int = 0
     other: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -50,10 +52,12 @@ def read_log(text: str) -> LogEvidence:
     """Find the plugin's lines."""
     activations, down, first_calls, other, disabled = [], [], [], [], 0
     backends: list[str] = []
+    engines: list[str] = []
     for line in text.splitlines():
         if match := _ACTIVATION.search(line):
             active, *states = match["states"].split("; ")
             activations.append(_names(active))
+            engines.append(match["engine"])
             down += [state for state in states if state.startswith("standing down")]
         elif match := _FIRST_CALL.search(line):
             first_calls.append(_names(match["patches"]))
@@ -62,15 +66,32 @@ def read_log(text: str) -> LogEvidence:
             disabled += 1
         elif _OURS.search(line):
             other.append(line.strip())
-    return LogEvidence(tuple(activations), tuple(down), tuple(first_calls), disabled, tuple(other), tuple(backends))
+    return LogEvidence(
+        tuple(activations),
+        tuple(down),
+        tuple(first_calls),
+        disabled,
+        tuple(other),
+        tuple(backends),
+        tuple(engines),
+    )
 
 
-def check_log(arm: Arm, seen: LogEvidence, ranks: int = 1) -> list[str]:
-    """What in the log contradicts the arm; empty when nothing does. Every one of the ranks must have said what it runs."""
+def check_log(arm: Arm, seen: LogEvidence, ranks: int = 1, engine: str | None = None) -> list[str]:
+    """What in the log contradicts the arm; empty when nothing does. Every one of the ranks must have said what it runs.
+
+    ``engine`` is the version that the results will name; None: none is named. The engine alone does not say its own.
+    """
     if arm.is_engine:
         live = [f"activation line with {', '.join(names)}" for names in seen.activations if names]
         return [*live, *(f"first low-latency call with {', '.join(names)}" for names in seen.first_calls)]
     problems = [*seen.standing_down]
+    for other in dict.fromkeys(seen.engines):
+        if engine not in (None, other):
+            problems.append(
+                f"activation line on sglang {other}, must be on {engine}, which this tool runs beside and the results name: "
+                "run it in the server's environment"
+            )
     if seen.disabled:
         problems.append(f"{seen.disabled} processes say that the plugin is disabled")
     for what, lines in (("activation", seen.activations), ("first low-latency call", seen.first_calls)):

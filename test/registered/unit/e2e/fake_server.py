@@ -6,6 +6,7 @@ What it decodes is a function of the prompt alone, so that arms can be compared;
 - ``FAKE_LIE``: ``silent`` (the plugin says nothing), ``live`` (patches are live although disabled), ``kernels`` (the
   profile shows the engine's kernels whatever is live), ``fewer`` (one patch less than asked for). Of several ranks: ``rank``
   (the last one's profile shows the engine's kernels), ``one rank`` (the others say nothing).
+- ``FAKE_ENGINE``: the engine's version in the plugin's line; else the installed one's.
 - ``FAKE_CRASH``: ``start`` or the number of the generate call in which it exits.
 - ``FAKE_STUBBORN``: it and its child ignore SIGTERM.
 - ``FAKE_WRONG_TOKENS``: the arms whose tokens are wrong, or ``rows``: the engine's where rows are no multiple of 512, or
@@ -25,6 +26,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,8 @@ def log_plugin_start() -> None:
     statuses = tuple(
         lifecycle.PatchStatus(p.name, states.ACTIVE if p.name in LIVE else states.NOT_SELECTED) for p in plugin.LEDGER
     )
-    report = lifecycle.ActivationReport("0.0.0", engine_version="0.5.99", verified=True, patches=statuses)
+    version = os.environ.get("FAKE_ENGINE") or metadata.version("sglang")
+    report = lifecycle.ActivationReport("0.0.0", engine_version=version, verified=True, patches=statuses)
     for _ in range(1 + RANKS):  # launcher and schedulers
         log(report.line())
 

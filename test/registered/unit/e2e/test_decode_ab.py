@@ -373,6 +373,7 @@ def test_the_plugins_own_lines_are_read(caplog, monkeypatch):
     assert seen.standing_down == ("standing down: gemm (no such function)",)
     assert seen.first_calls == (("requant", "silu"),)
     assert (seen.disabled, seen.other) == (0, ())
+    assert seen.engines == ("0.5.99", "0.5.99")
 
 
 def test_the_line_of_a_disabled_plugin_is_read():
@@ -420,6 +421,24 @@ def test_the_line_of_a_disabled_plugin_is_read():
 def test_a_log_that_contradicts_the_arm_is_seen(arm, activations, first_calls, problems):
     seen = evidence.LogEvidence(activations=activations, first_calls=first_calls)
     assert evidence.check_log(arm, seen) == problems
+
+
+def test_another_engine_than_the_results_would_name_is_seen():
+    seen = evidence.LogEvidence(activations=(("silu",),) * 2, first_calls=(("silu",),), engines=("0.5.99", "0.5.99"))
+    assert evidence.check_log(PLUGIN, seen) == evidence.check_log(PLUGIN, seen, engine="0.5.99") == []
+    (problem,) = evidence.check_log(PLUGIN, seen, engine="0.5.23")
+    assert problem.startswith("activation line on sglang 0.5.99, must be on 0.5.23, which")
+
+
+@pytest.mark.parametrize("tool", ["decode_ab", "equality"])
+def test_a_server_of_another_engine_gives_no_figures(bench, tool):
+    """As of a --launch-command in another environment."""
+    words = ("--blocks", 1, "--rounds", 1, "--concurrency", 2) if tool == "decode_ab" else ("--prompts", 2)
+    done = bench.run(tool, *words, "--output-len", 40, FAKE_ENGINE="0.5.99")
+    message = f"on sglang 0.5.99, must be on {report.version('sglang')}"
+    assert (done.returncode, message in done.stderr) == (4, True), done.stderr
+    assert not (bench.root / "out.json").exists()
+    bench.assert_nothing_runs()
 
 
 @pytest.mark.parametrize(
