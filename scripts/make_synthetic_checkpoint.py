@@ -480,7 +480,7 @@ def write_checkpoint(
         FileExistsError: ``out`` exists and is not an empty directory.
         OSError: with ``errno.ENOSPC`` before anything is written, if the disk is too small.
     """
-    out = out.absolute()
+    out = out.resolve()  # a directory cannot be renamed to a link, not even to one of an empty directory
     _check_destination(out)
     tensors = [] if config_only else list(tensor_specs(spec))
     shards = plan_shards(tensors, shard_bytes) if tensors else []
@@ -524,6 +524,12 @@ def write_checkpoint(
     return summary
 
 
+def _workers(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive integer")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     defaults = ModelSpec()
     parser = argparse.ArgumentParser(description="Write a synthetic DeepSeek-V3-architecture W4AFP8 checkpoint.")
@@ -535,7 +541,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--shard-gib", type=float, default=2.0, help="largest file, default 2 GiB")
     parser.add_argument(
-        "--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads; each holds one file in memory"
+        "--workers", type=_workers, default=min(8, os.cpu_count() or 1), help="threads; each holds one file in memory"
     )
     parser.add_argument("--dry-run", action="store_true", help="say how large it would be and stop")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import hashlib
 import json
 import statistics
 import sys
@@ -42,11 +43,13 @@ from harness.cli import (
     add_server_arguments,
     check_fits,
     conditions,
+    file_name,
     fingerprint,
     launch_options,
+    positive_int,
 )
 from harness.report import say
-from harness.server import LaunchOptions, Server, ServerError, install_cleanup, parse_command
+from harness.server import RIGHT_ROWS, LaunchOptions, Server, ServerError, install_cleanup, parse_command
 
 DEEPSEEK_V3_MOE_LAYERS = 58
 BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
@@ -54,8 +57,13 @@ BENCH_SERVING = (sys.executable, "-m", "sglang.bench_serving")
 SERIES = ("model", "engine", "layers", "experts", "tp", "ep", "dp", "routing", "baseline", "padded_rows")
 SERIES += ("input_len", "output_len", "client")
 KEY = (*SERIES, "concurrency", "arm")
+INPUT_LEN, OUTPUT_LEN = 128, 256
+# Streamed, speed is taken from the second chunk on, and over one more at least; the engine's tool leaves out the first token.
+SHORTEST_OUTPUT = {"stream": 2 * client.STREAM_INTERVAL + 1, "bench_serving": 2}
 # Every rank writes a trace, and traces grow with the layers.
 _PROFILE_TIMEOUT_S = 120.0
+# A file's name has at most 255 bytes, and an arm may be a list of patches.
+_LONGEST_ARMS = 80
 
 
 @dataclass(frozen=True)
@@ -413,6 +421,30 @@ def _cell(
     }
 
 
+def series_name(cell: Mapping[str, Any]) -> str:
+    """What tells pictures apart in their files' names: model, engine and routing, and what is not as by default on one GPU."""
+    parts = [cell["model"], cell["engine"], cell["routing"]]
+    if cell["tp"] > 1:
+        parts.append(f"tp{cell['tp']}-ep{cell['ep']}-dp{cell['dp']}")
+    if cell["baseline"] != ENGINE:
+        parts.append(f"over-{cell['baseline']}")
+    if cell["padded_rows"] != RIGHT_ROWS:
+        parts.append(f"{cell['padded_rows']}rows")
+    if (cell["input_len"], cell["output_len"]) != (INPUT_LEN, OUTPUT_LEN):
+        parts.append(f"{cell['input_len']}-to-{cell['output_len']}")
+    if cell["client"] != "stream":
+        parts.append(cell["client"])
+    return file_name("_".join(parts))
+
+
+def samples_name(cell: Mapping[str, Any], arms: Sequence[Arm], concurrencies: Sequence[int]) -> str:
+    """The same of a run's samples, which are of its own arms and numbers of requests."""
+    names = "-".join(arm.name for arm in arms)
+    if len(names) > _LONGEST_ARMS:
+        names = f"{len(arms)}arms-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    return file_name(f"samples-{series_name(cell)}-{'-'.join(map(str, concurrencies))}-{names}")
+
+
 def _outputs(
     cells: list[dict[str, Any]],
     starts: Sequence[Start],
@@ -434,13 +466,13 @@ def _outputs(
     report.merge_results(args.out, meta, cells, KEY)
     merged = json.loads(args.out.read_text())
     report.write_csv(args.out.with_suffix(".csv"), merged["meta"], merged["cells"])
-    name = "_".join(cells[0][field] for field in ("model", "engine", "routing"))
+    name = series_name(cells[0])
     title = f"{cells[0]['model']}, {serving}, {meta['gpu']}"
     # Cells of an earlier run with other numbers of requests belong into the same picture.
     drawn = [cell for cell in merged["cells"] if all(cell[field] == cells[0][field] for field in SERIES)]
     report.draw_gains(args.out.with_name(f"{args.out.stem}_{name}.png"), title, arms[0].name, drawn)
     report.write_json(
-        args.work / f"samples-{name}-{options.padded_rows}rows-{'-'.join(map(str, options.concurrencies))}.json",
+        args.work / f"{samples_name(cells[0], arms, options.concurrencies)}.json",
         {"meta": meta, "starts": [asdict(start) for start in starts]},
     )
     columns = ["requests", "arm", "tokens/s", "TPOT ms", "gain %", "interval %", "interval", "noise %", "us/MoE layer"]
@@ -484,20 +516,22 @@ def _parts(cell: Mapping[str, Any], starts: Sequence[Start], profiled_at: int) -
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A/B of decode speed on the real server.")
     parser.add_argument("--arms", nargs="+", default=[ENGINE, PLUGIN], help="first is the baseline; see the README")
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32, 128, 256])
-    parser.add_argument("--blocks", type=int, default=2, help="starts of every arm (A B, B A, ...)")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of every concurrency in a start")
+    parser.add_argument("--concurrency", type=positive_int, nargs="+", default=[8, 32, 128, 256])
+    parser.add_argument("--blocks", type=positive_int, default=2, help="starts of every arm (A B, B A, ...)")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="measurements of every concurrency in a start")
     parser.add_argument(
         "--client", choices=("stream", "bench_serving"), default="stream", help="bench_serving: the engine's own tool"
     )
     parser.add_argument("--bench-serving-command", type=parse_command, default=BENCH_SERVING, help=argparse.SUPPRESS)
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--input-len", type=positive_int, default=INPUT_LEN)
+    parser.add_argument("--output-len", type=positive_int, default=OUTPUT_LEN)
     parser.add_argument(
         "--mode", choices=("fresh", "resident"), default="fresh", help="resident: all arms' servers at once"
     )
-    parser.add_argument("--profile-at", type=int, help="concurrency of the profile; default: 32, or the first above")
-    parser.add_argument("--profile-steps", type=int, default=8)
+    parser.add_argument(
+        "--profile-at", type=positive_int, help="concurrency of the profile; default: 32, or the first above"
+    )
+    parser.add_argument("--profile-steps", type=positive_int, default=8)
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="start nothing that would not end in time")
     parser.add_argument(
         "--out", type=Path, default=Path("e2e_decode.json"), help="results; merged into an existing file"
@@ -523,6 +557,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         concurrencies = sorted(set(args.concurrency))
         if args.profile_at is None:
             args.profile_at = next((c for c in concurrencies if c >= 32), concurrencies[-1])
+        if args.profile_at not in concurrencies:
+            numbers = ", ".join(map(str, concurrencies))
+            raise ValueError(f"profile-at: is {args.profile_at}, must be one that --concurrency has: {numbers}")
+        if args.output_len < (least := SHORTEST_OUTPUT[args.client]):
+            raise ValueError(f"output-len: is {args.output_len}, must be at least {least} to be measured")
         options = launch_options(args, concurrencies)
         check_fits(options, model)
         if args.blocks > 1:

@@ -64,6 +64,7 @@ from harness.cli import (
     conditions,
     fingerprint,
     launch_options,
+    positive_int,
 )
 from harness.report import say
 from harness.server import RIGHT_ROWS, LaunchOptions, Server, ServerError, install_cleanup
@@ -294,11 +295,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Compare greedy tokens of the engine and the plugin.")
     # What the plugin computes with by default is its own choice, and may have to be judged against the reference.
     parser.add_argument("--arms", nargs="+", default=[PLUGIN, REFERENCE], help="arms beside the engine")
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--input-len", type=int, default=64, help="longest prompt; shortest is half of it")
-    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--prompts", type=positive_int, default=64)
+    parser.add_argument("--input-len", type=positive_int, default=64, help="longest prompt; shortest is half of it")
+    parser.add_argument("--output-len", type=positive_int, default=32)
     parser.add_argument(
-        "--other-dispatch-tokens", type=int, metavar="N", help="DeepEP tokens per rank where the engine is wrong"
+        "--other-dispatch-tokens",
+        type=positive_int,
+        metavar="N",
+        help="DeepEP tokens per rank where the engine is wrong",
     )
     parser.add_argument("--near-tie", type=float, default=0.0, metavar="LOGPROB", help="against the engine")
     parser.add_argument("--float-tie", type=float, default=0.1, metavar="LOGPROB", help="against the float reference")

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from harness import report
 from harness.arms import CUTLASS, ENGINE, TRITON, Arm, parse_arm
-from harness.cli import FAILED, NOT_PROVED, Journal, check_gpus, conditions
+from harness.cli import FAILED, NOT_PROVED, Journal, check_gpus, conditions, positive_int
 from harness.report import say
 from harness.server import RIGHT_ROWS, install_cleanup
 
@@ -109,10 +109,10 @@ def cell_of(arm: Arm, ranks: int, tokens: int, found: Sequence[Mapping[str, Any]
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="One expert-parallel layer against a float64 reference.")
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs of this host")
+    parser.add_argument("--ranks", type=positive_int, required=True, help="GPUs of this host")
     parser.add_argument("--arms", nargs="+", default=[ENGINE, CUTLASS, TRITON])
     parser.add_argument(
-        "--dispatch-tokens", type=int, nargs="+", metavar="N", help="default: for 256 padded rows, and for 512"
+        "--dispatch-tokens", type=positive_int, nargs="+", metavar="N", help="default: for 256 padded rows, and for 512"
     )
     parser.add_argument(
         "--ranks-args", nargs=argparse.REMAINDER, default=[], help="last: options of expert_layer_ranks.py"
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     install_cleanup()
     try:
         arms = [parse_arm(text) for text in args.arms]
-        if args.ranks < 1 or RIGHT_ROWS // 2 % args.ranks:
+        if RIGHT_ROWS // 2 % args.ranks:
             raise ValueError(f"ranks: is {args.ranks}, must divide {RIGHT_ROWS // 2}")
         check_gpus("ranks", args.ranks)
     except ValueError as error:

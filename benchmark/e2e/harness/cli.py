@@ -126,6 +126,22 @@ class Clock:
         return self.left_s > 0 and max(spent[1:] or spent) <= self.left_s
 
 
+def positive_int(text: str) -> int:
+    """A type for argparse, which puts the option's name before the message."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive integer")
+    return number
+
+
+def file_name(text: str) -> str:
+    """A model's or an arm's name as part of a file name: ``org/model`` is no folder."""
+    return text.replace("/", "--").replace(",", "+")
+
+
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments on how to serve, shared by all tools."""
     group = parser.add_argument_group("server")
@@ -139,13 +155,15 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         choices=(MODEL_ROUTING, *ROUTING_SWITCHES),
         help="default: uniform for dummy weights, whose router sends every token to the same few experts",
     )
-    group.add_argument("--tp", type=int, default=1)
-    group.add_argument("--ep", type=int, default=1)
-    group.add_argument("--dp", type=int, default=1, help="attention data parallel size")
-    group.add_argument("--dispatch-tokens", type=int, help="DeepEP tokens per rank; rows are padded to this times --ep")
+    group.add_argument("--tp", type=positive_int, default=1)
+    group.add_argument("--ep", type=positive_int, default=1)
+    group.add_argument("--dp", type=positive_int, default=1, help="attention data parallel size")
+    group.add_argument(
+        "--dispatch-tokens", type=positive_int, help="DeepEP tokens per rank; rows are padded to this times --ep"
+    )
     group.add_argument("--mem-fraction", type=float, default=0.7)
-    group.add_argument("--max-total-tokens", type=int, help="cap on the KV cache")
-    group.add_argument("--context-length", type=int, default=4096)
+    group.add_argument("--max-total-tokens", type=positive_int, help="cap on the KV cache")
+    group.add_argument("--context-length", type=positive_int, default=4096)
     group.add_argument("--with-tokenizer", action="store_true", help="do not pass --skip-tokenizer-init")
     group.add_argument(
         "--launch-command", type=parse_command, default=LAUNCH, help="default: python -m sglang.launch_server"

@@ -1140,6 +1140,37 @@ def test_bench_serving_has_the_flags_and_results_that_are_used():
     assert [name for name in results if f'"{name}":' not in source] == []
 
 
+def test_the_shortest_output_is_measured_under_a_name_with_a_slash(bench):
+    done = bench.ab("--blocks", 1, "--rounds", 1, "--model-name", "org/model", "--output-len", 17)
+    assert done.returncode == 0, done.stderr
+    assert {cell["model"] for cell in bench.results()["cells"]} == {"org/model"}
+    name = f"org--model_{report.version('sglang')}_uniform_4-to-17"
+    assert [path.name for path in bench.root.glob("*.png")] == [f"out_{name}.png"]
+    assert [path.name for path in (bench.root / "work").glob("samples*")] == [f"samples-{name}-2-3-engine-plugin.json"]
+
+
+def test_files_of_other_runs_have_other_names():
+    cell = {"model": "v3", "engine": "0.5.21", "routing": "uniform", "tp": 1, "ep": 1, "dp": 1, "baseline": "engine"}
+    cell |= {"padded_rows": 512, "input_len": 128, "output_len": 256, "client": "stream"}
+    changes = [{}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 4}, {"tp": 4, "ep": 4, "dp": 4}, {"baseline": "silu,gemm"}]
+    changes += [{"padded_rows": 1024}, {"input_len": 6}, {"output_len": 64}, {"client": "bench_serving"}]
+    names = [decode_ab.series_name({**cell, **change}) for change in changes]
+    assert names[:2] == ["v3_0.5.21_uniform", "v3_0.5.21_uniform_tp2-ep2-dp1"]
+    assert names[4] == "v3_0.5.21_uniform_over-silu+gemm" and len(set(names)) == len(names)
+    several = ([ENGINE, PLUGIN], [ENGINE, TRITON], [Arm("engine", ()), Arm(",".join(EVERY), EVERY)])
+    of_arms = [decode_ab.samples_name(cell, arms, (8, 32)) for arms in several]
+    assert of_arms[0] == "samples-v3_0.5.21_uniform-8-32-engine-plugin"
+    assert len(set(of_arms)) == 3 and max(map(len, of_arms)) < 100
+
+
+@pytest.mark.parametrize("folder", ["h200", "h200x2"])
+def test_committed_pictures_are_named_so(folder):
+    """A run that is merged into them draws over them instead of beside them."""
+    cells = json.loads((RESULTS.parent / folder / "e2e_decode.json").read_text())["cells"]
+    names = {f"e2e_decode_{decode_ab.series_name(cell)}.png" for cell in cells}
+    assert {path.name for path in (RESULTS.parent / folder).glob("e2e_decode_*.png")} <= names
+
+
 def test_results_of_several_models_share_a_file(bench):
     assert bench.ab("--blocks", 1, "--rounds", 1).returncode == 0
     assert bench.ab("--blocks", 1, "--rounds", 1, "--model-name", "other", "--concurrency", 2).returncode == 0
@@ -1219,6 +1250,21 @@ def test_results_of_another_gpu_are_not_mixed_in(bench):
         (("--arms", "engine", "sliu"), "names 'sliu'"),
         (("--model-path", "/nowhere"), "has no config.json"),
         (("--client", "bench_serving"), "must be 'stream' without --with-tokenizer"),
+        *(
+            ((f"--{name}=0",), f"argument --{name}: is '0', must be a positive integer")
+            for name in (
+                "rounds",
+                "blocks",
+                "profile-steps",
+                "concurrency",
+                "profile-at",
+                "input-len",
+                "output-len",
+                "tp",
+            )
+        ),
+        (("--profile-at", 32), "profile-at: is 32, must be one that --concurrency has: 2, 3"),
+        (("--output-len", 16), "output-len: is 16, must be at least 17 to be measured"),
     ],
 )
 def test_wrong_arguments_start_nothing(bench, words, message):

@@ -229,6 +229,24 @@ def test_nothing_is_overwritten(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_link_to_an_empty_directory_is_filled(tmp_path):
+    (tmp_path / "disk" / "model").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "model")
+    assert msc.main([str(tmp_path / "link"), "--config-only", *TINY_FLAGS]) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "model" / "config.json").is_file()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["model"]
+    # Full now: refused, through the link as well.
+    assert msc.main([str(tmp_path / "link"), "--config-only", *TINY_FLAGS]) == 2
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "many"])
+def test_a_number_of_threads_that_is_none_is_refused_by_its_option(tmp_path, capsys, workers):
+    with pytest.raises(SystemExit, match="2"):
+        msc.main([str(tmp_path / "model"), f"--workers={workers}", *TINY_FLAGS])
+    assert f"argument --workers: is '{workers}', must be a positive integer" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_full_disk_is_seen_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=70 << 20))
     with pytest.raises(OSError) as caught:
