@@ -10,7 +10,8 @@ the starts.
 
 An arm is proved by the plugin's lines in the server's log and by kernel names in a profile that ends every start. Exit
 status: 0 measured and proved; 1 a server failed; 2 wrong arguments; 3 the time ran out (run again to go on: finished
-starts are kept in ``--work``); 4 an arm was not what it says, and no figure is written.
+starts are kept in ``--work``, but for ``--mode resident``, which needs one call); 4 an arm was not what it says, and no figure
+is written.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from harness.cli import (
     fingerprint,
     launch_options,
     positive_int,
+    wait_ready,
 )
 from harness.report import say
 from harness.server import RIGHT_ROWS, LaunchOptions, Server, ServerError, install_cleanup, parse_command
@@ -252,8 +254,9 @@ def run_fresh(
             log = journal.directory / f"{_start_name(arm, block)}.log"
             say(f"{name}: block {block + 1}/{blocks}: starting, log {log}")
             with Server(arm, options, log).start() as server:
-                took = server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{name}: starting"))
-                say(f"{name}: ready after {took:.0f} s")
+                took = wait_ready(server, ready_s, clock)
+                if took is None:
+                    return None
                 start = asyncio.run(_start_of(server, plan, block, took, journal.directory / f"traces-{arm.slug}"))
             clock.spent("start", time.monotonic() - begin)
             _accept(arm, start, journal)
@@ -282,7 +285,8 @@ def run_resident(
 ) -> list[Start] | None:
     """All arms' servers at once on the same GPUs, measured in turns while the others idle. None: the time ran out.
 
-    One start per arm instead of one per arm and block: faster, but how starts of one arm differ stays hidden.
+    One start per arm instead of one per arm and block: faster, but how starts of one arm differ stays hidden. Arms are proved
+    at the end, and nothing is kept before that.
     """
     kept = [journal.load(_start_name(arm, block)) for block in range(blocks) for arm in arms]
     if all(start is not None for start in kept):
@@ -292,10 +296,10 @@ def run_resident(
     try:
         for name, server in servers.items():  # one after the other: the first one fills the compiler caches
             say(f"{name}: starting, log {server.log_path}")
-            took[name] = server.start().wait_ready(
-                min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{name}: starting")
-            )
-            say(f"{name}: ready after {took[name]:.0f} s")
+            ready = wait_ready(server.start(), ready_s, clock)
+            if ready is None:
+                return None
+            took[name] = ready
         starts = asyncio.run(_resident_blocks(arms, servers, plan, blocks, took, journal, clock))
     finally:
         for server in servers.values():
@@ -605,7 +609,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"FAILED: {error!r}" if not str(error) else f"FAILED: {error}")
         return FAILED
     if starts is None:
-        say("the time is used up; run the same command again to go on")
+        if args.mode == "resident":
+            say("the time is used up, and --mode resident keeps nothing before its end: it needs a longer --time-limit")
+        else:
+            say("the time is used up; run the same command again to go on")
         return INCOMPLETE
     cells = cells_of(starts, arms, model, options, plan, engine, one_start=args.mode == "resident")
     _outputs(cells, starts, arms, options, args)

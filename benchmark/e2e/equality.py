@@ -65,6 +65,7 @@ from harness.cli import (
     fingerprint,
     launch_options,
     positive_int,
+    wait_ready,
 )
 from harness.report import say
 from harness.server import RIGHT_ROWS, LaunchOptions, Server, ServerError, install_cleanup
@@ -192,7 +193,8 @@ def decode_all(
     log = journal.directory / f"{name}.log"
     say(f"{arm.name}, {options.padded_rows} padded rows: starting, log {log}")
     with Server(arm, options, log).start() as server:
-        server.wait_ready(min(ready_s, max(1.0, clock.left_s)), report.ticker(f"{arm.name}: starting"))
+        if wait_ready(server, ready_s, clock) is None:
+            return None
         tokens, gaps = asyncio.run(_decode(server, prompts, length))
         said = server.log_text()
     seen = evidence.read_log(said)

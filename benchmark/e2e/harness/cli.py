@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import importlib.util
@@ -16,12 +17,15 @@ from typing import Any
 
 from harness import engine_source, report
 from harness.arms import plugin_digest
+from harness.report import say
 from harness.server import (
     LAUNCH,
     MODEL_ROUTING,
     ROUTING_SWITCHES,
     UNIFORM_ROUTING,
     LaunchOptions,
+    Server,
+    ServerError,
     parse_command,
     split_flags,
 )
@@ -124,6 +128,26 @@ class Clock:
         """
         spent = self._spent.get(kind, [0.0])
         return self.left_s > 0 and max(spent[1:] or spent) <= self.left_s
+
+
+def wait_ready(server: Server, ready_s: float, clock: Clock) -> float | None:
+    """Seconds that the server took to serve; None where the time ran out while it still started.
+
+    Raises:
+        ServerError: it exited, or took longer than ``ready_s``.
+    """
+    name, left_s = server.arm.name, max(1.0, clock.left_s)
+    try:
+        took = server.wait_ready(min(ready_s, left_s), report.ticker(f"{name}: starting"))
+    except ServerError:
+        with contextlib.suppress(ServerError):
+            server.check_alive()
+            if left_s < ready_s:
+                say(f"{name}: not ready in the {left_s:.0f} s that were left of --time-limit")
+                return None
+        raise
+    say(f"{name}: ready after {took:.0f} s")
+    return took
 
 
 def positive_int(text: str) -> int:
@@ -285,6 +309,6 @@ def launch_options(
         check_routing(routing)
         if may_pad and (fault := graphs_fault(options)):
             options = dataclasses.replace(options, one_graph=True)
-            report.say(f"one CUDA graph of {max(options.graph_sizes)} for every batch: {fault}")
+            say(f"one CUDA graph of {max(options.graph_sizes)} for every batch: {fault}")
         check_graphs(options)
     return options

@@ -8,6 +8,7 @@ What it decodes is a function of the prompt alone, so that arms can be compared;
   (the last one's profile shows the engine's kernels), ``one rank`` (the others say nothing).
 - ``FAKE_ENGINE``: the engine's version in the plugin's line; else the installed one's.
 - ``FAKE_CRASH``: ``start`` or the number of the generate call in which it exits.
+- ``FAKE_UNREADY``: so many times it says that it does not serve yet; else twice.
 - ``FAKE_STUBBORN``: it and its child ignore SIGTERM.
 - ``FAKE_WRONG_TOKENS``: the arms whose tokens are wrong, or ``rows``: the engine's where rows are no multiple of 512, or
   ``graph``: those after a prompt that was prefilled in a CUDA graph, of ``FAKE_GRAPH_TOKENS`` tokens or more.
@@ -91,7 +92,8 @@ class FakeServer:
 
     async def health(self, request: web.Request) -> web.Response:
         self.health_calls += 1
-        return web.Response(status=503 if self.health_calls < 3 else 200)
+        unready = int(os.environ.get("FAKE_UNREADY", "2"))
+        return web.Response(status=503 if self.health_calls <= unready else 200)
 
     def first_call(self) -> None:
         if LIVE and not self.first_call_logged and os.environ.get("FAKE_LIE") != "silent":

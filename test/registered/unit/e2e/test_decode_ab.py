@@ -1020,6 +1020,30 @@ def test_runs_that_differ_in_anything_share_nothing(tmp_path):
     assert Journal(tmp_path, "decode", {"plan": {"rounds": 3}}).load("block0-engine") == {"ready_s": 1.5}
 
 
+@pytest.mark.parametrize(
+    "tool, words",
+    [("decode_ab", ()), ("decode_ab", ("--mode", "resident")), ("equality", ("--prompts", 2))],
+)
+def test_a_server_that_starts_for_longer_than_the_time_is_no_failure(bench, tool, words):
+    done = bench.run(tool, "--time-limit", 3, *words, FAKE_UNREADY="1000")
+    assert done.returncode == 3, done.stderr
+    assert "engine: not ready in the " in done.stderr and "s that were left of --time-limit" in done.stderr
+    assert ("--mode resident keeps nothing" in done.stderr) == ("resident" in words)
+    bench.assert_nothing_runs()
+
+
+@pytest.mark.parametrize(
+    "limit, ready, fake, message",
+    [
+        (600, 3, {"FAKE_UNREADY": "1000"}, "engine: not ready after 3 s"),
+        (40, 600, {"FAKE_CRASH": "start"}, "the server exited with status 3"),
+    ],
+)
+def test_a_server_that_fails_is_a_failure_whatever_the_time(bench, limit, ready, fake, message):
+    done = bench.ab("--time-limit", limit, "--ready-timeout", ready, **fake)
+    assert (done.returncode, message in done.stderr) == (1, True), done.stderr
+
+
 def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_path):
     """At the same path another checkpoint may stand, of the same sizes; the server inherits the engine's switches."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
