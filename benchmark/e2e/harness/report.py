@@ -142,6 +142,8 @@ def merge_results(path: Path, meta: Mapping[str, Any], cells: Sequence[Mapping[s
         cells = sorted([*kept, *cells], key=lambda cell: [(str(type(cell[name])), cell[name]) for name in key])
         merged = {name: _joined(old["meta"].get(name, ""), meta[name], ", ") for name in _MERGED}
         merged["servers"] = {**old["meta"].get("servers", {}), **meta.get("servers", {})}
+        if remark := old["meta"].get("remark"):  # on cells that stay
+            merged["remark"] = remark
         meta = {**meta, **merged, "command": _joined(old["meta"]["command"], meta["command"], "; ")}
     write_json(path, {"meta": dict(meta), "cells": list(cells)})
 
