@@ -409,7 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             begin, served_from = time.monotonic(), server.log_size()
             asyncio.run(_load(server, requests, schedule, args.minutes * 60.0, tally, gpu_memory, samples, write))
             elapsed = time.monotonic() - begin
-            problems = evidence.check_log(arm, evidence.read_log(server.log_text()), options.tp)
+            engine = report.version("sglang")
+            problems = evidence.check_log(arm, evidence.read_log(server.log_text()), options.tp, engine)
             found = write(elapsed, True, [f"{arm.name} was not what it says: {problem}" for problem in problems])
     except (ServerError, *client.FAILURES) as error:
         text = str(error) or repr(error)

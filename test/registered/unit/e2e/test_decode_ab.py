@@ -1719,6 +1719,7 @@ def test_soak_visits_every_level_and_counts_every_request(bench):
         ({"FAKE_FAIL_EVERY": "20"}, 6, "requests failed, first: soak-"),
         ({"FAKE_LOG_ERROR": "ERROR: scheduler hit an exception"}, 6, "1 log lines report a fault"),
         ({"FAKE_LIE": "silent"}, 4, "plugin was not what it says: no activation line of the plugin"),
+        ({"FAKE_ENGINE": "0.5.99"}, 4, "plugin was not what it says: activation line on sglang 0.5.99, must be on"),
     ],
 )
 def test_soak_sees_what_goes_wrong(bench, fake, status, message):
