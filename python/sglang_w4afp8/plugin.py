@@ -686,10 +686,12 @@ class _Verification:
         lifecycle.record(report)
         _refuse_if_strict(report)
         elsewhere = guard.why_schedulers_load_no_plugins(guard.engine_roots(), sys.argv, sys.modules)
-        if elsewhere and any(status.state is lifecycle.State.ACTIVE for status in report.patches):
+        active = [status.name for status in report.patches if status.state is lifecycle.State.ACTIVE]
+        if elsewhere and active:
+            text = f"{elsewhere}; missing there: {', '.join(active)}"
             if report.strict:
-                raise _Refusal(elsewhere)
-            lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {elsewhere}")
+                raise _Refusal(text)
+            lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {text}")
         lifecycle.announce(logging.INFO, report.line())
 
     def _had_failed(self, name: str) -> bool:

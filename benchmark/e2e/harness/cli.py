@@ -75,11 +75,15 @@ def fingerprint(model: Model, path: Path) -> dict[str, Any]:
 
 def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
     """What else decides how fast and with what result a process in this environment computes."""
-    switches = {name: value for name, value in environ.items() if name.startswith("SGLANG_")}
+    # The plugin's own are the arm's. Values are digests, as they are written to a file that is archived, and may be secrets.
+    switches = {
+        name: hashlib.sha256(value.encode()).hexdigest()[:12]
+        for name, value in environ.items()
+        if name.startswith("SGLANG_") and not name.startswith("SGLANG_W4AFP8_")
+    }
     return {
         "versions": {name: report.version(name) for name in _VERSIONS},
-        # The plugin's own are the arm's.
-        "environ": {name: value for name, value in switches.items() if not name.startswith("SGLANG_W4AFP8_")},
+        "environ": switches,
         "plugin": plugin_digest(),
         "gpus": report.nvidia_smi("uuid"),  # pairs from two machines would not be pairs
     }

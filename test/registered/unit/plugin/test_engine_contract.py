@@ -379,7 +379,8 @@ def test_schedulers_that_load_no_plugins_are_said_to_run_unpatched_and_strict_re
     folder = fake_engine.folder
     fake_engine.folder = folder / "no plugins"
     fake_engine.files[RAY_ACTOR] = "class SchedulerActor: ...\n"
-    assert len(fake_engine.run(code).lines("THE SCHEDULERS WILL RUN UNPATCHED", "--use-ray", "fork")) == 1
+    (line,) = fake_engine.run(code).lines("THE SCHEDULERS WILL RUN UNPATCHED", "--use-ray", "fork")
+    assert line.endswith(f"; missing there: {', '.join(EVERY_PATCH)}")
     fake_engine.folder = folder / "strict"
     refused = fake_engine.run(code, SGLANG_W4AFP8_STRICT="1")
     assert refused.status == 1 and refused.lines("refusing to start: THE SCHEDULERS WILL RUN UNPATCHED")
