@@ -164,7 +164,11 @@ def test_a_session_leaves_an_interrupted_tool_time_to_stop_its_servers(tmp_path,
         mark = tmp_path / f"mark{seconds}"
         words = [str(REPO / "scripts"), str(tmp_path / "w"), str(tool), str(mark), str(seconds)]
         driver = subprocess.Popen(
-            [sys.executable, "-c", session, *words], start_new_session=True, stderr=subprocess.DEVNULL
+            [sys.executable, "-c", session, *words],
+            start_new_session=True,
+            stderr=subprocess.DEVNULL,
+            # A shell has what it runs in the background ignore SIGINT, and that is inherited.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         try:
             _wait_for(mark.exists)
