@@ -137,6 +137,16 @@ def announce(level: int, message: str) -> None:
     handler.handle(logger.makeRecord(logger.name, level, __file__, 0, message, (), None))
 
 
+_said: set[str] = set()
+
+
+def say_once(where: logging.Logger, level: int, text: str) -> None:
+    """Log a line through a module's logger, once per process whatever the layer."""
+    if text not in _said:
+        _said.add(text)
+        where.log(level, "sglang-w4afp8: %s", text)
+
+
 def _shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
 

@@ -3,11 +3,10 @@
 A *block* is one start of every arm; a *round* one measurement within it. Round r of block b of one arm is paired with
 round r of block b of the other: what drifts during a session drifts for both.
 
-Starts differ by more than rounds of one start do, and there are few of them. A bootstrap that draws two blocks again covers
-half where it says 95% if starts alone differ (90% if rounds differ twice as much), and called an arm faster or slower than
-itself in up to 23% of simulated runs. So the interval is Student's t over the blocks' medians: with two blocks 12.7 standard
-errors wide on either side, with three 4.3. The rounds of a single block say nothing of starts, and there is never a verdict
-on them.
+Starts may differ by more than rounds of one start do, and there are few of them. A bootstrap that draws two blocks again spans
+little more than the two, and both are on the same side of the truth half of the time. So the interval is Student's t over the
+blocks' medians: with two blocks 12.7 standard errors wide on either side, with three 4.3. The rounds of a single block say
+nothing of starts, and there is never a verdict on them.
 """
 
 from __future__ import annotations

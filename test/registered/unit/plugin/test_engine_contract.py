@@ -398,6 +398,14 @@ def test_the_installed_engine_loads_no_plugins_in_its_ray_actors():
     assert guard.why_schedulers_load_no_plugins(roots, ["launch_server"], []) is None
 
 
+def test_the_installed_engine_loads_no_plugins_where_it_measures_a_batch_without_a_server():
+    found = [
+        guard.module_file(f"sglang.{name}", guard.engine_roots()) for name in ("benchmark.one_batch", "bench_one_batch")
+    ]
+    assert (sources := [path.read_text() for path in found if path])
+    assert not [source for source in sources if "load_plugins" in source]
+
+
 def test_fork_that_carries_a_patch_keeps_its_own_and_strict_agrees(fake_engine):
     for name in (CHAIN_FILE, METHOD_FILE):
         fake_engine.files[name] += "_SGLANG_W4AFP8_IN_TREE = '0.9.1'\n"

@@ -46,7 +46,7 @@ from typing import Any
 
 import torch
 
-from sglang_w4afp8 import engine_state, switches, tuned_config
+from sglang_w4afp8 import engine_state, lifecycle, switches, tuned_config
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table as table
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
@@ -85,8 +85,6 @@ _DIRECT_LOAD_HOMES = (
     "sglang.srt.model_executor.model_runner",
 )
 
-_said: set[str] = set()
-
 
 @functools.cache
 def backend() -> str:
@@ -109,12 +107,6 @@ def _engine() -> ModuleType:
     from sglang.srt.layers.moe import cutlass_w4a8_moe
 
     return cutlass_w4a8_moe
-
-
-def _say_once(level: int, text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.log(level, "sglang-w4afp8: %s", text)
 
 
 # ---- which layers
@@ -224,7 +216,7 @@ def plan(method: Any, layer: Any, wanted: str) -> tuple[int, int] | str:
     if wanted == "auto":
         reason = _why_auto_leaves(layer, shape)
     elif shape is None:
-        _say_once(logging.WARNING, f"no table has launches at N {n}, K {k}: they go by the rule")
+        lifecycle.say_once(logger, logging.WARNING, f"no table has launches at N {n}, K {k}: they go by the rule")
     return reason or (shape.block_ns if shape is not None else table.RULE_BLOCK_NS)
 
 
@@ -269,7 +261,9 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
     chosen = _agreed(plan(method, layer, wanted))
     if isinstance(chosen, str):
         # Whoever asked for Triton must see that it is not what runs.
-        _say_once(logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}")
+        lifecycle.say_once(
+            logger, logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}"
+        )
         return False
     route_engine_gemm(_engine())
     refuse_direct_loads()
@@ -289,7 +283,11 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
     if hasattr(type(method), _RESTORE):
         # The engine calls it on the method's object before it loads into a model that serves.
         setattr(method, _RESTORE, functools.partial(_restore_for_reload, getattr(type(method), _RESTORE), method))
-    _say_once(logging.INFO, f"experts served by the Triton grouped GEMMs, tiles of {chosen[0]} and {chosen[1]} columns")
+    lifecycle.say_once(
+        logger,
+        logging.INFO,
+        f"experts served by the Triton grouped GEMMs, tiles of {chosen[0]} and {chosen[1]} columns",
+    )
     return True
 
 
@@ -342,7 +340,8 @@ def refuse_direct_loads() -> None:
     homes = [sys.modules[home] for home in _DIRECT_LOAD_HOMES if home in sys.modules]
     found = [home for home in homes if hasattr(home, _DIRECT_LOAD)]
     if homes and not found:
-        _say_once(
+        lifecycle.say_once(
+            logger,
             logging.WARNING,
             f"this engine has no {_DIRECT_LOAD}: direct weight updates of regrouped layers cannot be refused, do not use them",
         )

@@ -120,13 +120,6 @@ _ACTIVATION = {
     "is_gated": (True, None),
     **dict.fromkeys(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "swiglu_limit"), (None,)),
 }
-_said: set[str] = set()
-
-
-def _warn_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        logger.warning("sglang-w4afp8: %s", text)
 
 
 def _check_activation(method: Any, layer: Any) -> None:
@@ -138,9 +131,11 @@ def _check_activation(method: Any, layer: Any) -> None:
     asked = {name: getattr(config, name, None) for name in _ACTIVATION}
     other = [f"{name}={value!r}" for name, value in asked.items() if value not in _ACTIVATION[name]]
     if other:
-        _warn_once(
+        lifecycle.say_once(
+            logger,
+            logging.WARNING,
             f"the model's experts have {', '.join(other)}, and W4AFP8 experts are computed as silu(gate) * up: WRONG RESULTS. "
-            "This is the engine's own fault, with this plugin and without. Serve this model with another quantization"
+            "This is the engine's own fault, with this plugin and without. Serve this model with another quantization",
         )
 
 
@@ -156,9 +151,11 @@ def _share_scales(layer: Any, scales: torch.Tensor, problems: list[str]) -> None
     if group.world_size == 1:
         return
     if engine_state.setting("is_ep_joiner"):  # the others serve already and would not answer
-        _warn_once(
+        lifecycle.say_once(
+            logger,
+            logging.WARNING,
             "this rank joins others that serve already, so that its experts' input scales are not shared with theirs: an "
-            "expert that load balancing moves here may saturate; start all ranks anew to share them"
+            "expert that load balancing moves here may saturate; start all ranks anew to share them",
         )
         return
     faulty = scales.new_tensor([float(bool(problems))])

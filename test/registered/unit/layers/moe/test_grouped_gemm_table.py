@@ -225,5 +225,15 @@ def test_a_shipped_file_can_be_used(path):
     assert table.parse(content["data"])
 
 
+def test_auto_leaves_few_experts_with_many_rows_to_cutlass_and_no_others_of_the_h200():
+    (path,) = [path for path in SHIPPED if path.name == tuned_config.file_name(table.KIND, GPU)]
+    shapes = table.parse(json.loads(path.read_text())["data"])
+    won = {
+        experts: [m for m in range(1, 259) if launches.triton_wins(m)] for (_, _, experts), launches in shapes.items()
+    }
+    assert won.pop(8) == list(range(1, 10))
+    assert list(won.values()) == [list(range(1, 259))] * 4
+
+
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, "-v"]))
