@@ -361,6 +361,7 @@ class Run:
                     return INCOMPLETE
                 time.sleep(1.0)
         status, pid = state / "status", state / "pid"
+        process: subprocess.Popen[bytes] | None = None  # of a soak that another call began
         if not pid.exists():
             made = self.make(self.args.soak_experts, weights=False)
             if made:
@@ -380,7 +381,8 @@ class Run:
                 command, env=self.environ, cwd=ROOT, start_new_session=True, stdin=none, stdout=none, stderr=none
             )
             pid.write_text(str(process.pid))
-        while _soak_runs(state):
+        # What was started here is asked itself: for a moment after its start a process has no command line.
+        while process.poll() is None if process else _soak_runs(state):
             if self.left_s <= 0:
                 return INCOMPLETE
             time.sleep(1.0)

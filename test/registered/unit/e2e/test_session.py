@@ -186,6 +186,13 @@ def test_a_soak_that_was_killed_is_said_once_and_runs_again(session, capsys):
     assert session("soak") == 0 and len(session.ran) == 2
 
 
+def test_a_soak_has_no_command_line_yet_right_after_its_start(session, monkeypatch):
+    monkeypatch.setattr(run_h200_e2e.psutil.Process, "cmdline", lambda process: [])
+    session.ends(0, seconds=0.5)
+    assert session("soak") == 0
+    assert len(session.ran) == 1
+
+
 def test_a_soak_waits_for_the_one_of_another_command(session, capsys):
     """Both would want the same GPU memory."""
     session.ends(0, seconds=2.5)
