@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from harness import report  # noqa: E402
 import run_h200_e2e  # noqa: E402
 from sglang_w4afp8 import plugin  # noqa: E402
 
-# Stands for soak.py and decode_ab.py: notes that it ran, leaves its words as its results, and ends as it is told to.
+# Stands for soak.py and decode_ab.py: notes that it ran, leaves its words as its results, and ends when and as it is told to.
 TOOL = """
 import json, pathlib, sys, time
 here = pathlib.Path(__file__).parent
@@ -37,7 +38,8 @@ with open(here / "ran", "a") as ran:
     ran.write(json.dumps(sys.argv) + "\\n")
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 out.write_text(json.dumps(sys.argv))
-time.sleep(float((here / "seconds").read_text()))
+while (here / "held").exists():
+    time.sleep(0.05)
 sys.exit(int((here / "status").read_text()))
 """
 
@@ -51,10 +53,20 @@ class Session:
             (root / tool).write_text(TOOL)
         self.ends(0)
 
-    def ends(self, status: int, seconds: float = 0.0) -> None:
-        """How the tools end from now on."""
+    def ends(self, status: int) -> None:
+        """How the tools end from now on; those that are held end now."""
         (self.root / "status").write_text(str(status))
-        (self.root / "seconds").write_text(str(seconds))
+        (self.root / "held").unlink(missing_ok=True)
+
+    def holds(self) -> None:
+        """The tools run on until `ends`."""
+        (self.root / "held").touch()
+
+    def waits_for_run(self, count: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(self.ran) < count:
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.02)
 
     def __call__(self, *words: object) -> int:
         flags = ["--work", self.root / "work", "--out", self.root / "out", "--least", 0]
@@ -177,8 +189,9 @@ def test_a_soak_that_failed_runs_again(session):
 
 
 def test_a_soak_that_was_killed_is_said_once_and_runs_again(session, capsys):
-    session.ends(0, seconds=60.0)
+    session.holds()
     assert session("soak", "--seconds", 1) == 3
+    session.waits_for_run(1)
     (path,) = session.root.glob("work/soak-*/pid")
     os.killpg(int(path.read_text()), signal.SIGKILL)
     assert session("soak") == 1 and "the soak was killed" in capsys.readouterr().err
@@ -188,17 +201,19 @@ def test_a_soak_that_was_killed_is_said_once_and_runs_again(session, capsys):
 
 def test_a_soak_has_no_command_line_yet_right_after_its_start(session, monkeypatch):
     monkeypatch.setattr(run_h200_e2e.psutil.Process, "cmdline", lambda process: [])
-    session.ends(0, seconds=0.5)
-    assert session("soak") == 0
-    assert len(session.ran) == 1
+    session.holds()
+    assert session("soak", "--seconds", 1) == 3  # not 1, of one that was killed
+    session.ends(0)
 
 
 def test_a_soak_waits_for_the_one_of_another_command(session, capsys):
     """Both would want the same GPU memory."""
-    session.ends(0, seconds=2.5)
-    assert session("soak", "--seconds", 0.5) == 3
-    assert session("soak", "--minutes", 1, "--seconds", 0.5) == 3
+    session.holds()
+    assert session("soak", "--seconds", 1) == 3
+    session.waits_for_run(1)
+    assert session("soak", "--minutes", 1, "--seconds", 1) == 3
     assert len(session.ran) == 1 and "waiting for a soak of another command" in capsys.readouterr().err
+    session.ends(0)
     assert session("soak", "--minutes", 1) == 0 and len(session.ran) == 2
     assert session("soak") == 0 and len(session.ran) == 2
 
