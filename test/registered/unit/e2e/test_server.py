@@ -43,7 +43,7 @@ import pathlib, sys, time
 from harness import server
 from harness.arms import Arm
 folder = pathlib.Path(sys.argv[1])
-server._TERM_SECONDS = 2.0
+server._TERM_SECONDS = 6.0
 server.install_cleanup()
 options = server.LaunchOptions("m", (8,), command=(sys.executable, "-c", sys.argv[2], str(folder)))
 with server.Server(Arm("engine", ()), options, folder / "log").start():
@@ -156,11 +156,11 @@ def test_a_session_leaves_an_interrupted_tool_time_to_stop_its_servers(tmp_path,
     )
     session = (
         "import sys; sys.path.insert(0, sys.argv.pop(1)); import pathlib, run_h200_e2e as m\n"
-        "m._INTERRUPTED_S = 2.0\n"
+        "m._INTERRUPTED_S = 6.0\n"
         "words = ['check', '--work', sys.argv[1], '--out', sys.argv[1]]\n"
         "m.Run(m.parse_arguments(words)).tool(pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4])\n"
     )
-    for seconds, stops in ((1.0, True), (50.0, False)):
+    for seconds, stops in ((0.5, True), (50.0, False)):
         mark = tmp_path / f"mark{seconds}"
         words = [str(REPO / "scripts"), str(tmp_path / "w"), str(tool), str(mark), str(seconds)]
         driver = subprocess.Popen(
