@@ -62,15 +62,25 @@ class Model:
 
 
 # Of a checkpoint's files those that are small, and that another checkpoint in its place would not share.
-_CHECKPOINT_FILES = ("config.json", "model.safetensors.index.json", "synthetic_checkpoint.json")
+_SYNTHETIC_SUMMARY = "synthetic_checkpoint.json"
+_CHECKPOINT_FILES = ("config.json", "model.safetensors.index.json", _SYNTHETIC_SUMMARY)
 _VERSIONS = ("sglang", "sglang-kernel", "torch", "triton")
 
 
 def fingerprint(model: Model, path: Path) -> dict[str, Any]:
-    """Which checkpoint it is, whatever stands at its path later: what is said of it, and digests of its small files."""
+    """Which checkpoint it is, whatever stands at its path later: what is said of it, and what its files show.
+
+    Small files are known by their digests. Weights are by size and time of change, but for a synthetic checkpoint's: the seed
+    in its summary says what they are, wherever and whenever it is made.
+    """
     files = [path / name for name in _CHECKPOINT_FILES]
-    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()}
-    return {**dataclasses.asdict(model), "files": digests}
+    found: dict[str, Any] = {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+    }
+    if _SYNTHETIC_SUMMARY not in found:
+        stats = {file.name: file.stat() for file in sorted(path.glob("*.safetensors")) if file.is_file()}
+        found.update({name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()})
+    return {**dataclasses.asdict(model), "files": found}
 
 
 def conditions(environ: Mapping[str, str]) -> dict[str, Any]:

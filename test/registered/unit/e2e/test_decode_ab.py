@@ -1047,6 +1047,8 @@ def test_a_server_that_fails_is_a_failure_whatever_the_time(bench, limit, ready,
 def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_path):
     """At the same path another checkpoint may stand, of the same sizes; the server inherits the engine's switches."""
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    weights = tmp_path / "model-00001.safetensors"
+    weights.write_bytes(b"1234")
     (tmp_path / "synthetic_checkpoint.json").write_text('{"seed": 0}')
 
     def of() -> str:
@@ -1059,8 +1061,16 @@ def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_pa
     seen = [of()]
     for name in ("SGLANG_W4AFP8_BACKEND", "SGLANG_SIMULATE_UNIFORM_EXPERTS", "HOME"):  # not inherited, or no matter
         monkeypatch.setenv(name, "1")
+    os.utime(weights, ns=(1, 1))  # made anew from its seed
     assert of() == seen[0]
     (tmp_path / "synthetic_checkpoint.json").write_text('{"seed": 1}')
+    seen.append(of())
+    (tmp_path / "synthetic_checkpoint.json").unlink()
+    seen.append(of())
+    os.utime(weights, ns=(2, 2))
+    seen.append(of())
+    weights.write_bytes(b"12345")
+    os.utime(weights, ns=(2, 2))
     seen.append(of())
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, "hidden_size": 7168}))
     seen.append(of())
@@ -1072,7 +1082,7 @@ def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_pa
         version = report.version
         monkeypatch.setattr(report, "version", lambda name, p=package, v=version: "9" if name == p else v(name))
         seen.append(of())
-    assert len(set(seen)) == len(seen) == 9
+    assert len(set(seen)) == len(seen) == 12
 
 
 @pytest.mark.parametrize("tool", ["decode_ab", "equality", "expert_layer"])
