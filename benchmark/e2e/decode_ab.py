@@ -557,6 +557,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if REFERENCE in args.arms:
             raise ValueError(f"arms: {REFERENCE!r} is no arm of a speed comparison; equality.py compares with it")
         model = Model.read(args.model_path, args.model_name)
+        if args.out.suffix in (".csv", ".png"):
+            raise ValueError(
+                f"out: is {args.out}, must be the JSON's path; the table and the pictures are named after it"
+            )
         report.check_mergeable(args.out, report.run_meta(), KEY)
         concurrencies = sorted(set(args.concurrency))
         if args.profile_at is None:
@@ -596,6 +600,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "options": asdict(options),
         "plan": asdict(plan),
         "mode": args.mode,
+        "arms": [asdict(arm) for arm in arms],  # interleaved: another arm's starts are of another time
         **conditions(options.environ(parse_arm(ENGINE))),
     }
     journal, clock = Journal(args.work, "decode", run_of), Clock(args.time_limit)

@@ -36,7 +36,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import psutil
 from harness import client, evidence, report
 from harness.arms import PLUGIN, parse_arm
-from harness.cli import FAILED, NOT_PROVED, Model, add_server_arguments, check_fits, launch_options
+from harness.cli import (
+    FAILED,
+    NOT_PROVED,
+    Model,
+    add_server_arguments,
+    check_fits,
+    launch_options,
+    positive_float,
+    positive_int,
+)
 from harness.report import say
 from harness.server import Server, ServerError, install_cleanup
 
@@ -337,11 +346,11 @@ def faults(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="A long run under changing load.")
     parser.add_argument("--arm", default=PLUGIN)
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--concurrency", type=int, default=256, help="most requests at once")
-    parser.add_argument("--hold", type=float, default=15.0, metavar="SECONDS", help="time at one level")
-    parser.add_argument("--longest-input", type=int, default=1024)
-    parser.add_argument("--longest-output", type=int, default=256)
+    parser.add_argument("--minutes", type=positive_float, default=15.0)
+    parser.add_argument("--concurrency", type=positive_int, default=256, help="most requests at once")
+    parser.add_argument("--hold", type=positive_float, default=15.0, metavar="SECONDS", help="time at one level")
+    parser.add_argument("--longest-input", type=positive_int, default=1024)
+    parser.add_argument("--longest-output", type=positive_int, default=256)
     parser.add_argument("--memory-tolerance", type=float, default=64.0, metavar="MIB", help="growth per GPU")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("e2e_soak.json"))

@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -54,7 +56,7 @@ class Model:
             config = json.loads((path / "config.json").read_text())
             layers, experts = config["num_hidden_layers"], config["n_routed_experts"]
             dense = min(layers, config.get("first_k_dense_replace", 0))
-            return cls(name or path.name, layers, layers - dense, experts, config["vocab_size"])
+            return cls(name or Path(os.path.abspath(path)).name, layers, layers - dense, experts, config["vocab_size"])
         except (OSError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(
                 f"model-path: {path} has no config.json of a mixture-of-experts model: {error!r}"
@@ -95,7 +97,7 @@ def conditions(environ: Mapping[str, str]) -> dict[str, Any]:
         "versions": {name: report.version(name) for name in _VERSIONS},
         "environ": switches,
         "plugin": plugin_digest(),
-        "gpus": report.nvidia_smi("uuid"),  # pairs from two machines would not be pairs
+        "gpus": report.nvidia_smi("uuid", "driver_version"),  # pairs from two machines would not be pairs
     }
 
 
@@ -162,6 +164,17 @@ def wait_ready(server: Server, ready_s: float, clock: Clock) -> float | None:
         raise
     say(f"{name}: ready after {took:.0f} s")
     return took
+
+
+def positive_float(text: str) -> float:
+    """As `positive_int`, of seconds and the like."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive number")
+    return number
 
 
 def positive_int(text: str) -> int:

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import shlex
@@ -254,10 +255,18 @@ def _on_signal(signum: int, frame: FrameType | None) -> None:
 
 
 def install_cleanup() -> None:
-    """Stop all servers at exit, also on SIGINT, SIGTERM and SIGHUP."""
+    """Stop all servers at exit, also on SIGINT, SIGTERM and SIGHUP, but on no SIGHUP that is ignored (``nohup``)."""
     atexit.register(stop_all)
     for signum in _STOP_SIGNALS:
-        signal.signal(signum, _on_signal)
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, _on_signal)
+
+
+def _keep(log: Path) -> None:
+    """Move the log of an earlier start aside, to the first number that is free: ``name.1.log``, ``name.2.log``."""
+    if log.exists():
+        names = (log.with_name(f"{log.stem}.{number}{log.suffix}") for number in itertools.count(1))
+        log.rename(next(name for name in names if not name.exists()))
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -296,6 +305,7 @@ class Server:
         if not _is_free(self.port):
             raise ServerError(f"{self.arm.name}: port {self.port} is taken by {_shown(_listeners(self.port))}")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        _keep(self.log_path)
         with _signals_held(), self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*self.options.command, *self.options.flags(self.port), *self.arm.flags],

@@ -972,6 +972,8 @@ def test_servers_are_stopped_on_a_signal(bench, signum):
         bench.command("decode_ab", "--concurrency", 2, "--output-len", 4000),
         env=bench.environ(**stubborn),
         stderr=subprocess.DEVNULL,
+        # Below nohup it is ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     try:
         _wait_for(lambda: bench.journal and "Decode batch" in _log(bench))
@@ -1284,6 +1286,7 @@ def test_results_of_another_gpu_are_not_mixed_in(bench):
     "words, message",
     [
         (("--arms", "engine"), "must be two or more"),
+        (("--out", "results.csv"), "out: is results.csv, must be the JSON's path"),
         (("--arms", "engine", "sliu"), "names 'sliu'"),
         (("--model-path", "/nowhere"), "has no config.json"),
         (("--client", "bench_serving"), "must be 'stream' without --with-tokenizer"),
@@ -1738,6 +1741,25 @@ def test_soak_sees_what_goes_wrong(bench, fake, status, message):
     summary = bench.results()["summary"]
     assert summary["complete"] and not summary["sound"]
     assert [fault for fault in summary["faults"] if message in fault]
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [("minutes", "0"), ("minutes", "nan"), ("hold", "-1"), ("hold", "inf"), ("concurrency", "0")]
+    + [("longest-input", "0"), ("longest-output", "x")],
+)
+def test_soak_refuses_what_it_cannot_do_before_a_server_starts(capsys, option, value):
+    with pytest.raises(SystemExit, match="2"):
+        soak.main(["--model-path", "none", f"--{option}={value}"])
+    assert f"argument --{option}: is {value!r}, must be a positive" in capsys.readouterr().err
+
+
+def test_starts_beside_other_arms_are_not_paired(bench):
+    """They were not interleaved with these."""
+    words = ("--blocks", 1, "--rounds", 1)
+    for arms, begun in ((("engine", "cutlass"), 2), (("engine", "cutlass"), 2), (("engine", "triton"), 4)):
+        assert bench.ab(*words, "--arms", *arms).returncode == 0
+        assert len(bench.journal) == begun
 
 
 def test_soak_fails_with_its_server(bench):

@@ -181,6 +181,27 @@ def test_a_session_leaves_an_interrupted_tool_time_to_stop_its_servers(tmp_path,
     assert run_h200_e2e._INTERRUPTED_S > 2 * harness._TERM_SECONDS
 
 
+def test_a_hangup_that_is_ignored_stays_ignored():
+    """``nohup`` starts a run that is to outlive its terminal."""
+    code = (
+        "import signal, sys; from harness import server\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN if sys.argv[1] == '1' else signal.SIG_DFL)\n"
+        "server.install_cleanup(); signal.raise_signal(signal.SIGHUP); print('runs on')"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(REPO / "benchmark" / "e2e")}
+    for ignored, status in (("1", 0), ("0", 128 + signal.SIGHUP)):
+        done = subprocess.run([sys.executable, "-c", code, ignored], env=environ, capture_output=True, text=True)
+        assert (done.returncode, "runs on" in done.stdout) == (status, status == 0), done.stderr
+
+
+def test_the_log_of_an_earlier_start_is_kept(tmp_path):
+    for text in ("first", "second", "third"):
+        with _server(tmp_path, sys.executable, "-c", f"print({text!r})").start() as server:
+            server.process.wait(timeout=60)
+    logs = {path.name: path.read_text().strip() for path in tmp_path.glob("*.log")}
+    assert logs == {"server.1.log": "first", "server.2.log": "second", "server.log": "third"}
+
+
 STRANGER = """
 import http.server, sys
 class Healthy(http.server.BaseHTTPRequestHandler):
