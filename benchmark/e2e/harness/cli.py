@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness import engine_source, report
 from harness.arms import plugin_digest
@@ -66,6 +66,7 @@ class Model:
 # Of a checkpoint's files those that are small, and that another checkpoint in its place would not share.
 _SYNTHETIC_SUMMARY = "synthetic_checkpoint.json"
 _CHECKPOINT_FILES = ("config.json", "model.safetensors.index.json", _SYNTHETIC_SUMMARY)
+_Number = TypeVar("_Number", int, float)
 _VERSIONS = ("sglang", "sglang-kernel", "torch", "triton")
 
 
@@ -166,26 +167,24 @@ def wait_ready(server: Server, ready_s: float, clock: Clock) -> float | None:
     return took
 
 
-def positive_float(text: str) -> float:
-    """As `positive_int`, of seconds and the like."""
+def _positive(text: str, kind: type[_Number], what: str) -> _Number:
     try:
-        number = float(text)
+        number = kind(text)
     except ValueError:
-        number = 0.0
-    if not 0.0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive number")
+        number = kind(0)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive {what}")
     return number
 
 
 def positive_int(text: str) -> int:
     """A type for argparse, which puts the option's name before the message."""
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive integer")
-    return number
+    return _positive(text, int, "integer")
+
+
+def positive_float(text: str) -> float:
+    """As `positive_int`, of seconds and the like."""
+    return _positive(text, float, "number")
 
 
 def file_name(text: str) -> str:

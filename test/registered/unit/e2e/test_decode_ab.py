@@ -1059,12 +1059,16 @@ def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_pa
             [cli.fingerprint(Model.read(tmp_path, "m"), tmp_path), cli.conditions(environ)], sort_keys=True
         )
 
-    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [["GPU-1"]])
+    gpu = {"uuid": "GPU-1", "driver_version": "1"}
+    monkeypatch.setattr(report, "nvidia_smi", lambda *fields: [[gpu[field] for field in fields]])
     seen = [of()]
     for name in ("SGLANG_W4AFP8_BACKEND", "SGLANG_SIMULATE_UNIFORM_EXPERTS", "HOME"):  # not inherited, or no matter
         monkeypatch.setenv(name, "1")
     os.utime(weights, ns=(1, 1))  # made anew from its seed
     assert of() == seen[0]
+    for field in gpu:
+        gpu[field] = "2"
+        seen.append(of())
     (tmp_path / "synthetic_checkpoint.json").write_text('{"seed": 1}')
     seen.append(of())
     (tmp_path / "synthetic_checkpoint.json").unlink()
@@ -1084,7 +1088,13 @@ def test_a_run_is_of_its_checkpoint_versions_and_environment(monkeypatch, tmp_pa
         version = report.version
         monkeypatch.setattr(report, "version", lambda name, p=package, v=version: "9" if name == p else v(name))
         seen.append(of())
-    assert len(set(seen)) == len(seen) == 12
+    assert len(set(seen)) == len(seen) == 14
+
+
+def test_a_model_is_named_after_its_folder_however_it_is_given(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    monkeypatch.chdir(tmp_path)
+    assert Model.read(Path("."), None).name == Model.read(tmp_path, None).name == tmp_path.name
 
 
 @pytest.mark.parametrize("tool", ["decode_ab", "equality", "expert_layer"])
