@@ -30,16 +30,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "python"))
 
 from sglang_w4afp8 import tuned_config  # noqa: E402
+from sglang_w4afp8.bench.expert_layer import load_kernel  # noqa: E402
 from sglang_w4afp8.bench.measure import refuse_other_set_up, run_metadata  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm  # noqa: E402
-from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning  # noqa: E402
+from sglang_w4afp8.tune import gemm_tiles as tuning  # noqa: E402
+from sglang_w4afp8.tune import sizes  # noqa: E402
 
-MODELS = {
-    "deepseek-v3": tuning.DEEPSEEK_SHAPES,
-    "kimi": ((4096, 3584), (3584, 1536)),
-    "glm": ((4096, 6144), (6144, 2048)),
-}
+MODELS = {name: tuning.gemm_shapes(model.inner, model.hidden) for name, model in sizes.MODELS.items()}
 # The most important first: a run that meets its time limit has them.
 EXPERTS = (64, 256, 32, 128, 8)
 # Buffers where the engine's call is wrong: (experts, padded rows), measured at a few rows for the error and our time.
@@ -47,18 +45,6 @@ ENGINE_WRONG = ((64, 384), (128, 256), (256, 128))
 ENGINE_WRONG_ROWS = (8, 32)
 # A killed run loses no more than this.
 SAVE_EVERY_S = 3.0
-
-
-def load_kernel(library: Path | None, version: str | None) -> tuple[w4a8_gemm.Kernel, str]:
-    """The grouped GEMM and its version: from a plain op library, or from the installed sgl_kernel."""
-    if library is None:
-        import sgl_kernel
-
-        return sgl_kernel.cutlass_w4a8_moe_mm, version or w4a8_gemm.kernel_version() or sgl_kernel.__version__
-    if version is None:
-        raise SystemExit("--kernel-library needs --kernel-version")
-    torch.ops.load_library(str(library))
-    return torch.ops.sgl_kernel.cutlass_w4a8_moe_mm.default, version
 
 
 def plan(models: Sequence[str], experts: Sequence[int], rows: Sequence[int], routings: Sequence[str]) -> list[list]:

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import sys
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,148 +22,22 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
-from gemm_tiles import load_kernel
-from sglang_w4afp8 import lifecycle
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import Results, interleaved_medians, run_metadata
+from sglang_w4afp8.bench.expert_layer import Layer, chains, load_kernel, make_every_patch_live
+from sglang_w4afp8.bench.measure import Results, run_metadata
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import relative_error
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
-from sglang_w4afp8.srt.layers.moe.cutlass_w4a8_moe import cutlass_w4a8_moe_deepep_ll
+from sglang_w4afp8.timing import interleaved_medians
 
-PATCHES = ("requant", "expected_m", "silu", "problem_sizes", "gemm")
-GROUP = 128
-HIDDEN, INNER, TOPK = 7168, 2048, 8
+HIDDEN, INNER = 7168, 2048
 EXPERTS = (8, 32, 64, 128, 256)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUTINGS = ("random", "skew16")
 # Both are settings people run: 512 is a multiple of what the engine's GEMM needs, 384 is not.
 PADDED = 2048
 PADDED_WHERE_THE_ENGINE_IS_WRONG = 384
-
-
-def make_every_patch_live(kernel: Callable[..., Any]) -> None:
-    """Our chain outside a server: every step ours, and ``sgl_kernel`` answered by the kernel that was loaded."""
-    statuses = tuple(lifecycle.PatchStatus(name, lifecycle.State.ACTIVE) for name in PATCHES)
-    lifecycle.record(lifecycle.ActivationReport("benchmark", verified=True, patches=statuses))
-    if "sgl_kernel" not in sys.modules:
-        stand_in = types.ModuleType("sgl_kernel")
-
-        def cutlass_w4a8_moe_mm(
-            d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
-            chunk_size=GROUP, topk=TOPK,
-        ):  # fmt: skip
-            kernel(
-                d, a, b, a_scales, b_scales, experts_offsets, problem_sizes, a_strides, b_strides, d_strides, s_strides,
-                chunk_size, topk,
-            )  # fmt: skip
-
-        stand_in.cutlass_w4a8_moe_mm = cutlass_w4a8_moe_mm
-        sys.modules["sgl_kernel"] = stand_in
-
-
-# Stride tables of the first and the second grouped GEMM, in the order of the kernel's arguments: a, b, d, scales.
-GEMM_STRIDES = (
-    ("a_strides1", "b_strides1", "c_strides1", "s_strides13"),
-    ("a_strides2", "b_strides2", "c_strides2", "s_strides2"),
-)
-
-
-class Layer:
-    """Weights of one layer and a payload, at the largest size of a run; cells are slices."""
-
-    def __init__(self, max_experts: int, padded: int, hidden: int, inner: int, device: str) -> None:
-        self.hidden, self.inner, self.device = hidden, inner, torch.device(device)
-        generator = torch.Generator(device).manual_seed(0)
-
-        def int4(*shape: int) -> torch.Tensor:
-            return torch.randint(-128, 128, shape, dtype=torch.int8, device=device, generator=generator)
-
-        def scales(n: int, k: int) -> torch.Tensor:
-            values = torch.rand((max_experts, k // (4 * GROUP), n * 4), device=device, generator=generator)
-            return (values * 0.002 + 0.001).to(torch.bfloat16)
-
-        self.w1, self.w2 = int4(max_experts, 2 * inner, hidden // 2), int4(max_experts, hidden, inner // 2)
-        self.w1_scale, self.w2_scale = scales(2 * inner, hidden), scales(hidden, inner)
-        self.payload = streaming.RequantBuffers(max_experts, padded, hidden, device)
-        # The largest payload value is 448 * 0.11, and what the first GEMM makes of it stays below 448 * 5: nothing
-        # saturates, as in a calibrated checkpoint.
-        self.a1_scale = torch.tensor([0.11], device=device)
-        self.a2_scale = torch.tensor([5.0], device=device)
-        self.topk_ids = torch.zeros((1, TOPK), dtype=torch.int64, device=device)
-
-    def strides(self, experts: int) -> dict[str, torch.Tensor]:
-        def full(value: int) -> torch.Tensor:
-            return torch.full((experts, 3), value, dtype=torch.int64, device=self.device)
-
-        return {
-            "a_strides1": full(self.hidden),
-            "b_strides1": full(self.hidden),
-            "c_strides1": full(2 * self.inner),
-            "a_strides2": full(self.inner),
-            "b_strides2": full(self.inner),
-            "c_strides2": full(self.hidden),
-            "s_strides13": full(2 * self.inner),
-            "s_strides2": full(self.hidden),
-        }
-
-
-def chains(layer: Layer, cell: streaming.Cell, kernel: Callable[..., Any]) -> dict[str, Callable[[], torch.Tensor]]:
-    """``ours`` and ``engine`` over the same payload; each returns its bf16 ``[E, M, K]``."""
-    experts, expected_m = cell.experts, cell.expected_m()
-    x, x_scale, masked_m, _, _ = layer.payload.arguments(cell)
-    x, x_scale = x[:, : cell.padded].contiguous(), x_scale[:, : cell.padded]
-    x_scale = x_scale.transpose(1, 2).contiguous().transpose(1, 2)
-    strides = layer.strides(experts)
-    offsets = torch.zeros(experts + 1, dtype=torch.int32, device=layer.device)
-    tables = torch.zeros((2, experts, 3), dtype=torch.int32, device=layer.device)
-    weights = (layer.w1[:experts], layer.w2[:experts], layer.w1_scale[:experts], layer.w2_scale[:experts])
-    shape = (experts, cell.padded)
-
-    def ours() -> torch.Tensor:
-        return cutlass_w4a8_moe_deepep_ll(
-            x,
-            x_scale,
-            *weights,
-            layer.topk_ids,
-            masked_m,
-            **strides,
-            expert_offsets=offsets,
-            problem_sizes1=tables[0],
-            problem_sizes2=tables[1],
-            a1_scale=layer.a1_scale,
-            a2_scale=layer.a2_scale,
-            expected_m=expected_m,
-        )
-
-    providers: dict[str, Callable[[], torch.Tensor]] = {"ours": ours}
-    requant = streaming.engine_function("fp8_per_token_to_per_tensor_quant_triton")
-    if requant is None:
-        return providers
-    silu = streaming.engine_function("silu_and_mul_masked_post_per_tensor_quant_fwd")
-    sizes = streaming.engine_function("deepep_ll_get_cutlass_w4a8_moe_mm_data")
-    hint = {"expected_rows": expected_m} if "expected_rows" in inspect.signature(requant).parameters else {}
-    w1, w2, w1_scale, w2_scale = weights
-
-    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((*shape, columns), dtype=dtype, device=layer.device)
-
-    def engine() -> torch.Tensor:
-        sizes1, sizes2 = sizes(masked_m, tables[0], tables[1], experts, layer.inner, layer.hidden)
-        gateup_input = empty(layer.hidden, torch.float8_e4m3fn)
-        requant(x, x_scale, masked_m, layer.a1_scale, gateup_input, **hint)
-        c1, c2 = empty(2 * layer.inner, torch.bfloat16), empty(layer.hidden, torch.bfloat16)
-        first, second = ([strides[name] for name in names] for names in GEMM_STRIDES)
-        kernel(c1, gateup_input, w1, layer.a1_scale, w1_scale, offsets[:-1], sizes1, *first, GROUP, TOPK)
-        down_input = empty(layer.inner, torch.float8_e4m3fn)
-        silu(c1, down_input, masked_m, layer.a2_scale)
-        kernel(c2, down_input, w2, layer.a2_scale, w2_scale, offsets[:-1], sizes2, *second, GROUP, TOPK)
-        return c2
-
-    providers["engine"] = engine
-    return providers
 
 
 def compare(providers: dict[str, Callable[[], torch.Tensor]], cell: streaming.Cell) -> dict[str, Any]:

@@ -28,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import moe_layer
 from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.bench import streaming
+from sglang_w4afp8.bench.expert_layer import Layer, LayerRuns, Regrouped
 from sglang_w4afp8.bench.measure import run_metadata, write_json
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
-from two_kernels import LayerRuns, Regrouped
 
 SECTIONS = (
     "SpeedOfLight",
@@ -67,7 +67,7 @@ Result = dict[str, Any]
 
 def launch_all(experts: int, rows: Sequence[int]) -> None:
     """The profiled process: both kernels of every cell once, between the profiler's start and stop."""
-    layer = moe_layer.Layer(experts, moe_layer.PADDED, moe_layer.HIDDEN, moe_layer.INNER, "cuda")
+    layer = Layer(experts, moe_layer.PADDED, moe_layer.HIDDEN, moe_layer.INNER, "cuda")
     regrouped = Regrouped(layer)
     gpu = tuned_config.gpu_name()
     shape = grouped_gemm_table.shape_launches(gpu, layer.inner, layer.hidden, experts)

@@ -31,10 +31,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 from sglang_w4afp8 import tuned_config
-from sglang_w4afp8.bench import report, streaming, tune_streaming
+from sglang_w4afp8.bench import report, streaming
 from sglang_w4afp8.bench.measure import refuse_other_set_up, run_metadata, write_json
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels, launch_table
 from sglang_w4afp8.kernels.ops.moe.launch_table import MeasuredLaunch
+from sglang_w4afp8.tune import streaming as tune_streaming
 
 RESULTS = Path(__file__).resolve().parent / "results" / "h200"
 JOIN = "; "

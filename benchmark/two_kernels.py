@@ -31,11 +31,8 @@ the compiled kernel on weights as they were loaded (``two_kernels_prefill.json``
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
-import dataclasses
 import itertools
 import json
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -48,242 +45,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 
 import moe_layer
-from gemm_tiles import load_kernel
 from sglang_w4afp8 import tuned_config
-from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import interleaved_medians, refuse_other_set_up, run_metadata, write_json
-from sglang_w4afp8.bench.report import geometric_mean
+from sglang_w4afp8.bench import expert_layer, streaming
+from sglang_w4afp8.bench.expert_layer import (
+    Layer,
+    LayerRuns,
+    Regrouped,
+    error_of,
+    load_kernel,
+    reference_rows,
+    worst_row_error,
+)
+from sglang_w4afp8.bench.measure import refuse_other_set_up, run_metadata, write_json
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
-from sglang_w4afp8.kernels.ops.moe.grouped_gemm_table import MeasuredPair, ShapeLaunches
+from sglang_w4afp8.kernels.ops.moe.grouped_gemm_table import ShapeLaunches
 from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GroupedGemmLaunch
-from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
-    deinterleave_scales,
-    dequantize_weight,
-    relative_error,
+from sglang_w4afp8.kernels.ops.moe.w4a8_reference import deinterleave_scales, dequantize_weight, relative_error
+from sglang_w4afp8.timing import interleaved_medians
+from sglang_w4afp8.tune.gemm_tiles import stream_bandwidth, weight_bytes
+from sglang_w4afp8.tune.two_kernels import (
+    GEMMS,
+    key_of,
+    launch_name,
+    launch_of,
+    launchable,
+    make_table,
+    matching,
+    plan,
+    search_cell,
+    write_table,
 )
-from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import stream_bandwidth, table_metadata, weight_bytes
 
 EXPERTS = (64, 256, 32, 128, 8)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-ROUTINGS = ("even", "random", "skew16")
-SAMPLED_EXPERTS, SAMPLED_ROWS = 4, 8
-GEMMS = ("gate_up", "down")
-# Turns of a candidate in the search.
-SEARCH_REPEATS = 5
 
 Result = dict[str, Any]
-
-
-# With fewer experts a grid of tiles of 128 columns leaves most multiprocessors one program, which waits for each of its loads.
-_FEW_EXPERTS = 32
-
-
-def candidates(rows: int, gate_up: bool, wide: bool = False, experts: int = 64) -> list[GroupedGemmLaunch]:
-    """Launches worth timing at a mean of ``rows``: a step over rows is one tile, or a hot expert's are a few.
-
-    Without ``wide`` only those near what was best in a wide search on an H200 (64 experts, 1 to 32 rows, even load,
-    ``benchmark/results/h200/two_kernels_wide.search.json``): up to 32 rows tiles of 128 columns and four warps. For few
-    experts also tiles of 64 columns.
-    """
-    columns = (64, 128) if experts <= _FEW_EXPERTS else (128,)
-    blocks_m = [m for m in (8, 16, 32, 64, 128) if m <= max(16, 4 * rows) and 4 * m >= min(rows, 64)]
-    found = []
-    for block_n, block_m, groups, warps, stages in itertools.product((64, 128), blocks_m, (1, 2), (4, 8), (3, 4, 5)):
-        accumulators = block_n * block_m * (2 if gate_up else 1) // (warps * 32)
-        # A warp group works on 64 rows of the weights; more accumulators than this a thread spill.
-        if block_n < 16 * warps or accumulators > 128 or (groups == 2 and stages > 3):
-            continue
-        few_rows = block_m <= 32
-        if not wide and (
-            stages > 4
-            or (few_rows and (block_n not in columns or warps != 4))
-            or (groups == 2 and block_m > 8)
-            or (not few_rows and (stages > 3 or accumulators > 64))
-        ):
-            continue
-        # With few rows a look-up only costs; with many it saves matrix products.
-        # 168 registers let three programs of four warps share a multiprocessor, 128 four, or two of eight warps.
-        caps = (None, 168 if warps == 4 and (gate_up or block_m > 16) else 128)
-        for look_up, registers in itertools.product((False, True) if block_m >= 64 else (False,), caps):
-            found.append(GroupedGemmLaunch(block_n, block_m, groups, warps, stages, look_up, registers))
-    return found
-
-
-class Regrouped:
-    """One copy of a layer's weights for every ``block_n`` that candidates use."""
-
-    def __init__(self, layer: moe_layer.Layer) -> None:
-        self.layer = layer
-        self.made: dict[tuple[bool, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def get(self, gate_up: bool, block_n: int, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if (gate_up, block_n) not in self.made:
-            source = (self.layer.w1, self.layer.w1_scale) if gate_up else (self.layer.w2, self.layer.w2_scale)
-            w_q, w_scale = (tensor.clone() for tensor in source)
-            two.regroup_weights(w_q, w_scale, block_n, gate_up=gate_up)
-            self.made[gate_up, block_n] = w_q, w_scale
-        w_q, w_scale = self.made[gate_up, block_n]
-        return w_q[:experts], w_scale[:experts]
-
-
-def reference_rows(layer: moe_layer.Layer, cell: streaming.Cell, x: torch.Tensor, x_scale: torch.Tensor) -> dict:
-    """Float64 results of some live rows of some experts: expert -> ``[rows, hidden]``, nothing rounded on the way."""
-    counts = cell.row_counts().tolist()
-    live = [expert for expert, count in enumerate(counts) if count]
-    chosen = live[:: max(1, len(live) // SAMPLED_EXPERTS)][:SAMPLED_EXPERTS]
-    results = {}
-    for expert in chosen:
-        rows = min(counts[expert], SAMPLED_ROWS)
-        activations = (x[expert, :rows].double().unflatten(1, (-1, 128)) * x_scale[expert, :rows, :, None]).flatten(1)
-        weights = [
-            dequantize_weight(
-                w[expert : expert + 1], deinterleave_scales(s[expert : expert + 1], w.size(1)), torch.float64
-            )[0]
-            for w, s in ((layer.w1, layer.w1_scale), (layer.w2, layer.w2_scale))
-        ]
-        gate, up = (activations @ weights[0].T).chunk(2, dim=1)
-        limit = 448 * float(layer.a2_scale)
-        inner = (torch.nn.functional.silu(gate) * up).clamp(-limit, limit)
-        results[expert] = inner @ weights[1].T
-    return results
-
-
-def error_of(output: torch.Tensor, expected: dict[int, torch.Tensor]) -> float:
-    ours = torch.cat([output[expert, : len(rows)].double() for expert, rows in expected.items()])
-    return relative_error(ours, torch.cat(list(expected.values())))
-
-
-def worst_row_error(output: torch.Tensor, expected: dict[int, torch.Tensor]) -> float:
-    """The largest relative error of any row: one that is small beside the others is lost in the error of all."""
-    return max(
-        relative_error(output[expert, row].double(), rows[row])
-        for expert, rows in expected.items()
-        for row in range(len(rows))
-    )
-
-
-class LayerRuns:
-    """The layer's two kernels over one cell's payload, for any launch."""
-
-    def __init__(self, layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell) -> None:
-        self.layer, self.regrouped, self.experts = layer, regrouped, cell.experts
-        self.rows = grouped_gemm_table.mean_rows(cell.expected_m())
-        x, x_scale, self.masked_m, _, _ = layer.payload.arguments(cell)
-        self.x = x[:, : cell.padded].contiguous()
-        self.x_scale = x_scale[:, : cell.padded].transpose(1, 2).contiguous().transpose(1, 2)
-        shape = (cell.experts, cell.padded)
-        self.inner = torch.empty((*shape, layer.inner), dtype=torch.float8_e4m3fn, device=x.device)
-        self.output = torch.empty((*shape, layer.hidden), dtype=torch.bfloat16, device=x.device)
-
-    def gate_up(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
-        weights = self.regrouped.get(True, launch.block_n, self.experts)
-        arguments = (self.x, self.x_scale, *weights, self.masked_m, self.layer.a2_scale, self.inner, launch, self.rows)
-        return lambda: two.w4a8_gate_up(*arguments)
-
-    def down(self, launch: GroupedGemmLaunch) -> Callable[[], None]:
-        weights = self.regrouped.get(False, launch.block_n, self.experts)
-        arguments = (self.inner, self.layer.a2_scale, *weights, self.masked_m, self.output, launch, self.rows)
-        return lambda: two.w4a8_down(*arguments)
-
-    def whole(self, first: GroupedGemmLaunch, second: GroupedGemmLaunch) -> Callable[[], torch.Tensor]:
-        gate_up, down = self.gate_up(first), self.down(second)
-
-        def layer() -> torch.Tensor:
-            gate_up()
-            down()
-            return self.output
-
-        return layer
-
-
-# ---- the search
-
-
-def launch_name(launch: GroupedGemmLaunch) -> str:
-    """A launch as a key of a JSON file; :func:`launch_of` reads it."""
-    return ",".join(str(value) for value in launch.__dict__.values())
-
-
-def launch_of(name: str) -> GroupedGemmLaunch:
-    *numbers, look_up, registers = name.split(",")
-    return GroupedGemmLaunch(*map(int, numbers), look_up == "True", None if registers == "None" else int(registers))
-
-
-def search_cell(layer: moe_layer.Layer, regrouped: Regrouped, cell: streaming.Cell, wide: bool) -> Result:
-    """Medians of every candidate of both kernels, by its name; one that cannot be launched here is left out."""
-    runs = LayerRuns(layer, regrouped, cell)
-    found: Result = {"expected_m": cell.expected_m()}
-    for gemm, make in zip(GEMMS, (runs.gate_up, runs.down), strict=True):
-        providers = {
-            launch_name(launch): make(launch) for launch in candidates(cell.rows, gemm == "gate_up", wide, cell.experts)
-        }
-        medians = interleaved_medians(launchable(f"{gemm} for {cell}", providers), SEARCH_REPEATS)
-        found[gemm] = {name: round(us, 2) for name, us in medians.items()}
-    return found
-
-
-def launchable(what: str, providers: Mapping[str, Callable[[], None]]) -> dict[str, Callable[[], None]]:
-    """The calls that can be launched here, all compiled. Those that cannot are left out, and why is said.
-
-    Raises:
-        SystemExit: there is none.
-    """
-    # The assembler runs outside of the interpreter's lock. A new thread has no context until it asks for one, and where
-    # nothing is left to compile, a tensor map is the first thing that it would make.
-    with concurrent.futures.ThreadPoolExecutor(max_workers=12, initializer=torch.cuda.synchronize) as pool:
-        outcomes = list(pool.map(_error_of_call, providers.values()))
-    torch.cuda.synchronize()
-    for name, error in zip(providers, outcomes, strict=True):
-        if error is not None:
-            tqdm.write(f"two_kernels: {what}: left out {name}: {type(error).__name__}: {error}", file=sys.stderr)
-    if all(outcomes):
-        raise SystemExit(f"two_kernels: no candidate of {what} can be launched: {outcomes[0]}")
-    return {name: run for (name, run), error in zip(providers.items(), outcomes, strict=True) if error is None}
-
-
-def _error_of_call(run: Callable[[], None]) -> Exception | None:
-    try:
-        run()
-    except Exception as error:  # too much shared memory or too many registers, in the compiler's own words
-        return error
-    return None
-
-
-def choose_launches(cells: Sequence[Mapping[str, Any]]) -> dict[str, tuple[int, dict[int, GroupedGemmLaunch]]]:
-    """Per kernel the ``block_n`` and, by ``expected_m``, the launch that the searched cells of one shape speak for.
-
-    A launch's score at an estimate is the geometric mean over the routings, because the estimate is all that is known when it
-    is chosen; a ``block_n``'s score is that of its best launches over all estimates.
-    """
-    chosen = {}
-    for gemm in GEMMS:
-        by_estimate: dict[int, list[Mapping[str, float]]] = {}
-        for cell in cells:
-            by_estimate.setdefault(cell["expected_m"], []).append(cell[gemm])
-        best: dict[int, dict[int, tuple[float, GroupedGemmLaunch]]] = {}
-        for expected_m, routings in by_estimate.items():
-            for name in set.intersection(*(set(medians) for medians in routings)):
-                launch, score = launch_of(name), geometric_mean(medians[name] for medians in routings)
-                of_block = best.setdefault(launch.block_n, {})
-                of_block[expected_m] = min(of_block.get(expected_m, (math.inf, launch)), (score, launch), key=_score)
-        complete = {block_n: found for block_n, found in best.items() if len(found) == len(by_estimate)}
-        if not complete:
-            raise SystemExit(f"{gemm}: no block_n has a launch at every row count")
-        block_n = min(complete, key=lambda block: geometric_mean(score for score, _ in complete[block].values()))
-        chosen[gemm] = block_n, {expected_m: launch for expected_m, (_, launch) in complete[block_n].items()}
-    return chosen
-
-
-def _score(entry: tuple[float, GroupedGemmLaunch]) -> float:
-    return entry[0]
 
 
 # ---- the measurement
 
 
 def measure_cell(
-    layer: moe_layer.Layer,
+    layer: Layer,
     regrouped: Regrouped,
     cell: streaming.Cell,
     kernel: Callable[..., Any],
@@ -294,7 +98,7 @@ def measure_cell(
     runs = LayerRuns(layer, regrouped, cell)
     triton_layer = runs.whole(*launches)
     expected = reference_rows(layer, cell, runs.x, runs.x_scale)
-    chains = moe_layer.chains(layer, cell, kernel)
+    chains = expert_layer.chains(layer, cell, kernel)
     providers = {"triton": triton_layer, **chains}
     errors = {f"{name}_rel_err": error_of(run(), expected) for name, run in providers.items()}
     parts = {"gate_up": runs.gate_up(launches[0]), "down": runs.down(launches[1])}
@@ -316,42 +120,6 @@ def measure_cell(
     }
 
 
-def make_table(
-    searched: Sequence[Mapping[str, Any]], measured: Sequence[Mapping[str, Any]]
-) -> dict[tuple[int, int, int], ShapeLaunches]:
-    """Launches of every searched shape, and the layer's times where measured: of the routing that is Triton's worst."""
-    table = {}
-    shapes = sorted({(cell["inner"], cell["hidden"], cell["experts"]) for cell in searched})
-    for n, k, experts in shapes:
-        wanted = {"inner": n, "hidden": k, "experts": experts}
-        chosen = choose_launches(_matching(searched, wanted))
-        pairs = []
-        for expected_m in sorted(chosen["gate_up"][1]):
-            launches = [chosen[gemm][1][expected_m] for gemm in GEMMS]
-            times = [
-                cell
-                for cell in _matching(measured, {**wanted, "expected_m": expected_m})
-                if [cell[gemm] for gemm in GEMMS] == [launch.__dict__ for launch in launches]
-            ]
-            worst = max(times, key=lambda cell: cell["triton_us"] / cell["cutlass_us"], default={})
-            pairs.append(MeasuredPair(expected_m, *launches, worst.get("triton_us"), worst.get("cutlass_us")))
-        table[n, k, experts] = ShapeLaunches(tuple(pairs))
-    return table
-
-
-def write_table(folder: Path, table: Mapping[tuple[int, int, int], ShapeLaunches], kernel_version: str) -> Path:
-    """Write the tuned file of this GPU; shapes of other runs that it holds already are kept."""
-    gpu = tuned_config.gpu_name() or ""
-    path = folder / tuned_config.file_name(grouped_gemm_table.KIND, gpu)
-    match = {"gpu": gpu, "schedule": grouped_gemm_table.SCHEDULE}
-    kept = grouped_gemm_table.parse(tuned_config.read_tuned(path, match)) if path.is_file() else {}
-    data = grouped_gemm_table.to_data({**kept, **table})
-    # What could not be read again must not be written.
-    grouped_gemm_table.parse(data)
-    tuned_config.write_tuned(path, {**table_metadata(gpu, kernel_version), **match}, data)
-    return path
-
-
 # ---- accuracy
 
 
@@ -359,30 +127,30 @@ def _powers(shape: Sequence[int], low: int, device: torch.device, generator: tor
     return 2.0 ** torch.randint(low, 1, tuple(shape), device=device, generator=generator)
 
 
-def _wide_groups(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+def _wide_groups(layer: Layer, generator: torch.Generator) -> None:
     layer.payload.scales.mul_(_powers(layer.payload.scales.shape, -12, layer.device, generator))
 
 
-def _hot_row(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+def _hot_row(layer: Layer, generator: torch.Generator) -> None:
     # Scales are stored [E, K / 128, rows].
     layer.payload.scales[:, :, 0] *= 256
 
 
-def _hot_group(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+def _hot_group(layer: Layer, generator: torch.Generator) -> None:
     layer.payload.scales[:, 0] *= 256
 
 
-def _wide_weights(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+def _wide_weights(layer: Layer, generator: torch.Generator) -> None:
     for scales in (layer.w1_scale, layer.w2_scale):
         scales.mul_(_powers(scales.shape, -8, layer.device, generator))
 
 
-def _nothing(layer: moe_layer.Layer, generator: torch.Generator) -> None:
+def _nothing(layer: Layer, generator: torch.Generator) -> None:
     pass
 
 
 # Name -> what is done to the layer, and by which factors its two calibrated input scales are then wrong.
-ACCURACY: dict[str, tuple[Callable[[moe_layer.Layer, torch.Generator], None], float, float]] = {
+ACCURACY: dict[str, tuple[Callable[[Layer, torch.Generator], None], float, float]] = {
     "random": (_nothing, 1.0, 1.0),
     "activation groups over 2^12": (_wide_groups, 1.0, 1.0),
     "one row 256 times the others": (_hot_row, 1.0, 1.0),
@@ -397,7 +165,7 @@ ACCURACY: dict[str, tuple[Callable[[moe_layer.Layer, torch.Generator], None], fl
 ACCURACY_EXPERTS, ACCURACY_PADDED, ACCURACY_ROWS = 8, 512, (1, 8, 64)
 
 
-def calibrate(layer: moe_layer.Layer, cell: streaming.Cell) -> None:
+def calibrate(layer: Layer, cell: streaming.Cell) -> None:
     """Static input scales as a calibration over this payload gives them: the largest value is e4m3's largest."""
     x, x_scale, _, _, _ = layer.payload.arguments(cell)
     largest = (x.float().abs().unflatten(2, (-1, 128)).amax(3) * x_scale).amax()
@@ -414,7 +182,7 @@ def calibrate(layer: moe_layer.Layer, cell: streaming.Cell) -> None:
 
 def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callable[..., Any]) -> Result:
     """Errors of the engine's chain, ours and the two kernels against float64 on a layer of one kind."""
-    layer = moe_layer.Layer(ACCURACY_EXPERTS, ACCURACY_PADDED, hidden, inner, "cuda")
+    layer = Layer(ACCURACY_EXPERTS, ACCURACY_PADDED, hidden, inner, "cuda")
     spoil, first, second = ACCURACY[case]
     spoil(layer, torch.Generator("cuda").manual_seed(rows))
     cell = streaming.Cell(ACCURACY_EXPERTS, ACCURACY_PADDED, rows, "random")
@@ -426,7 +194,7 @@ def accuracy_cell(case: str, rows: int, hidden: int, inner: int, kernel: Callabl
     expected = reference_rows(layer, cell, runs.x, runs.x_scale)
     first, second = grouped_gemm_table.RULE_BLOCK_NS
     launches = (grouped_gemm_table.rule(first, rows, gate_up=True), grouped_gemm_table.rule(second, rows))
-    providers = {"triton": runs.whole(*launches), **moe_layer.chains(layer, cell, kernel)}
+    providers = {"triton": runs.whole(*launches), **expert_layer.chains(layer, cell, kernel)}
     errors: Result = {}
     for name, run in providers.items():
         output = run()
@@ -457,7 +225,7 @@ def prefill_launches(block_n: int, rows: int) -> list[GroupedGemmLaunch]:
 
 
 def prefill_cell(
-    layer: moe_layer.Layer, regrouped: Regrouped, gate_up: bool, rows: int, kernel: Callable[..., Any], repeats: int
+    layer: Layer, regrouped: Regrouped, gate_up: bool, rows: int, kernel: Callable[..., Any], repeats: int
 ) -> Result:
     """One GEMM over rows that stand one expert after another: the engine's compiled kernel and ours, outputs compared."""
     experts, device = PREFILL_EXPERTS, layer.device
@@ -468,7 +236,7 @@ def prefill_cell(
     first_rows = counts.cumsum(0, dtype=torch.int32) - counts
     sizes = torch.stack((torch.full_like(counts, n), counts, torch.full_like(counts, k)), dim=1).contiguous()
     tables = layer.strides(experts)
-    strides = [tables[name] for name in moe_layer.GEMM_STRIDES[0 if gate_up else 1]]
+    strides = [tables[name] for name in expert_layer.GEMM_STRIDES[0 if gate_up else 1]]
     weights = (layer.w1, layer.w1_scale) if gate_up else (layer.w2, layer.w2_scale)
     w_q, w_scale = (tensor[:experts] for tensor in weights)
     theirs, ours = (torch.empty((total, n), dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -482,7 +250,7 @@ def prefill_cell(
     rule, *others = prefill_launches(block_n, rows)
     what = f"prefill of {rows} rows"
     providers = launchable(what, {launch_name(launch): triton_gemm(launch) for launch in (rule, *others)})
-    arguments = (x, w_q, scale, w_scale, first_rows, sizes, *strides, two.GROUP_SIZE, moe_layer.TOPK)
+    arguments = (x, w_q, scale, w_scale, first_rows, sizes, *strides, two.GROUP_SIZE, expert_layer.TOPK)
     providers["cutlass"] = lambda: kernel(theirs, *arguments)
     providers["cutlass"]()
     triton_gemm(rule)()
@@ -505,11 +273,11 @@ def run_prefill(options: argparse.Namespace, meta: Mapping[str, Any], kernel: Ca
     """Every prefill cell that the file does not hold yet."""
     path = beside(options.out, "prefill")
     done = read_done(path, meta).get("cells", [])
-    layer = moe_layer.Layer(PREFILL_EXPERTS, 512, options.hidden, options.inner, "cuda")
+    layer = Layer(PREFILL_EXPERTS, 512, options.hidden, options.inner, "cuda")
     regrouped = Regrouped(layer)
     for rows, gemm in tqdm(list(itertools.product(PREFILL_ROWS, GEMMS)), unit="cell", desc="prefill", disable=None):
         key = {"hidden": options.hidden, "inner": options.inner, "experts": PREFILL_EXPERTS, "rows": rows, "gemm": gemm}
-        if not _matching(done, key):
+        if not matching(done, key):
             done.append({**key, **prefill_cell(layer, regrouped, gemm == "gate_up", rows, kernel, options.repeats)})
             write_json(path, {"meta": meta, "cells": done})
 
@@ -531,33 +299,15 @@ def read_done(path: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _matching(cells: Sequence[Mapping[str, Any]], key: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [cell for cell in cells if all(cell.get(name) == value for name, value in key.items())]
-
-
-def key_of(cell: streaming.Cell, options: argparse.Namespace) -> dict[str, Any]:
-    """What names a cell in the files."""
-    return {"hidden": options.hidden, "inner": options.inner, **dataclasses.asdict(cell)}
-
-
-def plan(experts: Sequence[int], rows: Sequence[int]) -> list[streaming.Cell]:
-    padded = moe_layer.PADDED
-    return [
-        cell
-        for cell in streaming.grid(experts, rows, ROUTINGS, padded)
-        if not cell.routing.startswith("skew") or cell.rows * streaming.SKEW <= padded
-    ]
-
-
 def run_search(
-    options: argparse.Namespace, meta: Mapping[str, Any], layer: moe_layer.Layer, regrouped: Regrouped
+    options: argparse.Namespace, meta: Mapping[str, Any], layer: Layer, regrouped: Regrouped
 ) -> list[Result]:
     """Candidates of every planned cell that the search file does not hold yet; everything that it then holds."""
     path = options.search or options.out.with_suffix(".search.json")
     done = read_done(path, meta).get("cells", [])
-    for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="search", disable=None):
-        key = key_of(cell, options)
-        if not _matching(done, key):
+    for cell in tqdm(plan(options.experts, options.rows, moe_layer.PADDED), unit="cell", desc="search", disable=None):
+        key = key_of(cell, options.hidden, options.inner)
+        if not matching(done, key):
             done.append({**key, **search_cell(layer, regrouped, cell, options.wide)})
             write_json(path, {"meta": meta, "cells": done})
     return done
@@ -583,7 +333,7 @@ def shipped_table(options: argparse.Namespace) -> dict[tuple[int, int, int], Sha
 def run_measurement(
     options: argparse.Namespace,
     meta: Mapping[str, Any],
-    layer: moe_layer.Layer,
+    layer: Layer,
     regrouped: Regrouped,
     kernel: Callable[..., Any],
     table: Mapping[tuple[int, int, int], ShapeLaunches],
@@ -591,13 +341,15 @@ def run_measurement(
     """The planned cells with the launches of a table; one measured with others before is done again."""
     done = read_done(options.out, meta).get("cells", [])
     bandwidth = stream_bandwidth(torch.device("cuda"))
-    for cell in tqdm(plan(options.experts, options.rows), unit="cell", desc="two_kernels", disable=None):
-        key = key_of(cell, options)
+    for cell in tqdm(
+        plan(options.experts, options.rows, moe_layer.PADDED), unit="cell", desc="two_kernels", disable=None
+    ):
+        key = key_of(cell, options.hidden, options.inner)
         pair = table[options.inner, options.hidden, cell.experts].at(cell.expected_m())
         wanted = {**key, "gate_up": dict(pair.gate_up.__dict__), "down": dict(pair.down.__dict__)}
-        if _matching(done, wanted):
+        if matching(done, wanted):
             continue
-        done = [entry for entry in done if not _matching([entry], key)]
+        done = [entry for entry in done if not matching([entry], key)]
         launches = (pair.gate_up, pair.down)
         done.append({**key, **measure_cell(layer, regrouped, cell, kernel, launches, options.repeats, bandwidth)})
         write_json(options.out, {"meta": meta, "cells": done})
@@ -610,7 +362,7 @@ def run_accuracy(options: argparse.Namespace, meta: Mapping[str, Any], kernel: C
     done = read_done(path, meta).get("cells", [])
     for case, rows in tqdm(list(itertools.product(ACCURACY, ACCURACY_ROWS)), unit="case", disable=None):
         key = {"hidden": options.hidden, "inner": options.inner, "case": case, "rows": rows}
-        if not _matching(done, key):
+        if not matching(done, key):
             done.append({**key, **accuracy_cell(case, rows, options.hidden, options.inner, kernel)})
             write_json(path, {"meta": meta, "cells": done})
     above = [entry for entry in done if not entry["not_above"]]
@@ -650,14 +402,14 @@ def main() -> int:
         print("two_kernels: no GPU here; nothing can be measured", file=sys.stderr)
         return 2
     kernel, version = load_kernel(options.kernel_library, options.kernel_version)
-    moe_layer.make_every_patch_live(kernel)
+    expert_layer.make_every_patch_live(kernel)
     meta = run_metadata(sglang_kernel=version)
     if options.prefill:
         run_prefill(options, meta, kernel)
         return 0
     if options.accuracy:
         return 0 if run_accuracy(options, meta, kernel) else 1
-    layer = moe_layer.Layer(max(options.experts), moe_layer.PADDED, options.hidden, options.inner, "cuda")
+    layer = Layer(max(options.experts), moe_layer.PADDED, options.hidden, options.inner, "cuda")
     regrouped = Regrouped(layer)
     if options.shipped:
         run_measurement(options, meta, layer, regrouped, kernel, shipped_table(options))
@@ -665,7 +417,8 @@ def main() -> int:
     searched = run_search(options, meta, layer, regrouped)
     measured = run_measurement(options, meta, layer, regrouped, kernel, make_table(searched, ()))
     if options.table is not None:
-        print(write_table(options.table, make_table(searched, measured), version))
+        path = options.table / tuned_config.file_name(grouped_gemm_table.KIND, tuned_config.gpu_name() or "")
+        print(write_table(path, make_table(searched, measured), version))
     return 0
 
 

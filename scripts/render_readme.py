@@ -211,6 +211,26 @@ _DECODE_ARMS = {"arm": ("plugin", "cutlass", "triton", "auto")}
 
 RESULT_TABLES: tuple[ResultTable, ...] = (
     ResultTable(
+        title="Every size that people serve",
+        file="h200/shapes.json",
+        note=(
+            "A whole layer by model and experts on a rank: times divided by that of `auto` without any table, geometric means "
+            "over the cells, and the cell that is worst for us. Table: `auto` with the shipped tables. Floor: reading the live "
+            "experts' weights once."
+        ),
+        group_by=("model", "n", "k", "experts"),
+        columns=(
+            count(),
+            ratio("engine / auto", "engine_us", "auto_us", geometric_mean),
+            ratio("lowest", "engine_us", "auto_us", min),
+            ratio("CUTLASS / auto", "cutlass_us", "auto_us", geometric_mean),
+            ratio("two kernels / auto", "triton_us", "auto_us", geometric_mean),
+            ratio("table / auto", "table_us", "auto_us", geometric_mean),
+            ratio("floor / auto", "floor_us", "auto_us", geometric_mean),
+        ),
+        total="all",
+    ),
+    ResultTable(
         title="Requant against the engine's kernel",
         file="h200/requant.json",
         note=f"{_RATIOS} Old launch: our kernel with the launch parameters of engines up to 0.5.18.",

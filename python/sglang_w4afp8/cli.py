@@ -30,7 +30,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("doctor", "sglang_w4afp8.doctor:main", "say what a server on this machine would get, and why not more"),
     Command("demo", "sglang_w4afp8.demo:main", "run the requant through the patched engine and check its bytes"),
     Command("bench", "sglang_w4afp8.bench.sweep:main", "time the streaming kernels against the engine and a copy"),
-    Command("tune", "sglang_w4afp8.bench.tune:main", "measure launches on this GPU for servers to use"),
+    Command("tune", "sglang_w4afp8.tune.cli:main", "measure launches on this GPU for servers to use"),
     Command("fork", "sglang_w4afp8.fork.cli:main", "write the change into an engine tree of your own, or take it back"),
 )
 

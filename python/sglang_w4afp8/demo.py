@@ -201,8 +201,8 @@ def print_times(requant: Callable[..., Any], payload: Payload) -> None:
     """Ours, the engine's own kernel and a copy of the same bytes, side by side in one run."""
     import torch
 
-    from sglang_w4afp8.bench.measure import interleaved_medians
     from sglang_w4afp8.bench.streaming import copy_providers, requant_bytes
+    from sglang_w4afp8.timing import interleaved_medians
 
     engine = inspect.unwrap(requant)
     output_scale = torch.tensor([0.125], device=payload.x.device)

@@ -26,6 +26,8 @@ _ENTRY_POINT_GROUP = "sglang.srt.plugins"
 _PLUGIN = "w4afp8"
 # Importing the engine takes about ten seconds; a cold disk or a loaded machine ten times that.
 _PROBE_TIMEOUT_S = 300
+# The engine's default of SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK.
+_DISPATCH_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -184,10 +186,93 @@ def _patch_row(status: PatchStatus, has_gpu: bool) -> tuple[str, str, str]:
     return status.name, status.state.value, status.reason or status.note
 
 
+def expert_lines(model: str, ranks: int, tokens: int) -> list[str]:
+    """Which back end the expert layers of a model get on this GPU, and from which entry, rule or measurement.
+
+    Args:
+        model: a ``config.json``, the folder of a checkpoint, or a name that ``tune`` knows.
+        ranks: expert-parallel ranks.
+        tokens: most tokens that a rank dispatches in one step.
+
+    Raises:
+        SizesError: the model's sizes cannot be told, or its experts do not divide.
+    """
+    from sglang_w4afp8 import tuned_config
+    from sglang_w4afp8.kernels.ops.moe import compiled_tiles, grouped_gemm_table
+    from sglang_w4afp8.srt.layers.moe import two_kernels, w4a8_gemm
+    from sglang_w4afp8.tune import sizes
+
+    found = sizes.of(model)
+    try:
+        experts = found.experts_on_a_rank(ranks)
+    except ValueError as error:
+        raise sizes.SizesError(str(error)) from error
+    # As the dispatcher estimates it.
+    largest = (tokens * ranks * found.topk + found.experts) // found.experts
+    n, k = found.inner, found.hidden
+    gpu = tuned_config.gpu_name()
+    lines = [
+        f"{model} over {ranks} ranks: N {n}, K {k}, {experts} experts a rank, up to {tokens} tokens a rank "
+        f"({largest} expected rows)"
+    ]
+    backend = switches.read().backend
+    if found.group_size != grouped_gemm_table.GROUP_SIZE:
+        lines.append(f"experts: not served, the weights' scales are of {found.group_size} values, not 128")
+        return lines
+    if backend != "auto":
+        lines.append(f"experts: {backend}, as {switches.PREFIX}BACKEND says")
+    else:
+        choice = two_kernels.by_table(gpu, n, k, experts, largest)
+        if choice.measure:
+            first, second = grouped_gemm_table.rule_block_ns(n, k, experts)
+            lines.append(
+                "experts: measured when weights are loaded, as no entry of a table covers this; the two kernels would have "
+                f"tiles of {first} and {second} columns by the rule"
+            )
+        elif choice.block_ns is not None:
+            lines.append(f"experts: the two kernels, by {choice.source}")
+        else:
+            lines.append(f"experts: CUTLASS, as {choice.reason}")
+    version = w4a8_gemm.kernel_version()
+    table = w4a8_gemm.installed_table()
+    for width, depth in ((2 * n, k), (k, n)):
+        if table is not None and (width, depth) in table.shapes:
+            source = "a measured table"
+        elif compiled_tiles.branch(version, gpu, width, depth) is not None:
+            source = f"the rule over the tiles of sglang-kernel {version}"
+        else:
+            source = f"the engine's own choice wherever it is right: the tiles of sglang-kernel {version} are not known"
+        lines.append(f"CUTLASS tiles of {width} x {depth}: by {source}")
+    return lines
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"is {text!r}, must be a positive integer")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report; exit status 1 when something is wrong."""
+    """Print the report; exit status 1 when something is wrong, 2 when a model's sizes cannot be told."""
     parser = argparse.ArgumentParser(prog="sglang-w4afp8 doctor", description="Say what a server here would get.")
-    parser.parse_args(argv)
+    parser.add_argument("--model", help="also say what serves the experts of this model: its config.json or a name")
+    parser.add_argument(
+        "--ep", type=_count, default=8, help="expert-parallel ranks, with --model (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=_count,
+        default=_DISPATCH_TOKENS,
+        help="most tokens that a rank dispatches in a step, with --model (default: DeepEP's cap, %(default)s)",
+    )
+    options = parser.parse_args(argv)
+    experts: list[str] = []
+    if options.model is not None:
+        try:
+            experts = expert_lines(options.model, options.ep, options.tokens)
+        except ValueError as error:
+            print(f"doctor: {error}", file=sys.stderr)
+            return 2
     gpu = gpu_line()
     print("machine")
     print(_table(machine_rows(gpu)))
@@ -205,6 +290,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_table(_patch_row(status, gpu is not None) for status in report.patches))
     else:
         print("  none")
+    if experts:
+        print("experts of the model")
+        print("\n".join(f"  {line}" for line in experts))
     if gpu is None:
         print("no GPU: cannot serve; patches that need sgl_kernel are not checked")
     if result.refusal:

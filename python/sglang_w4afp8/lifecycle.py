@@ -5,9 +5,11 @@ The plugin writes this state once, after the engine has applied all hooks; the c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -149,6 +151,17 @@ def say_once(where: logging.Logger, level: int, text: str) -> None:
 
 def _shown(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple | list) else str(value)
+
+
+@contextlib.contextmanager
+def not_serving() -> Iterator[None]:
+    """Calls of the chain in here are measurements: none of them is the first low-latency call."""
+    global _first_call_logged
+    logged, _first_call_logged = _first_call_logged, True
+    try:
+        yield
+    finally:
+        _first_call_logged = logged
 
 
 def log_first_call(**shapes: Any) -> None:

@@ -110,12 +110,21 @@ SWITCHES: tuple[Switch, ...] = (
         False,
     ),
     Switch(
+        "measure",
+        _BOOLEAN_VALUES,
+        "`1`",
+        "With `auto`: where no table knows a layer's sizes on this GPU, time both backends when weights are loaded, about two "
+        "seconds a size, and take the faster. `0`: CUTLASS there, so that every start is the same.",
+        _boolean,
+        True,
+    ),
+    Switch(
         "backend",
         "`auto`, `cutlass`, `triton`, `reference`",
         "`auto`",
-        "What computes the experts. `auto`: per layer, two Triton kernels on regrouped weights where a table measured on this "
-        "GPU shows them to be faster over the rows that this server sends, else CUTLASS. `cutlass`: the engine's GEMMs, on "
-        "weights as they are loaded. `triton`: the two kernels wherever a layer is supported. "
+        "What computes the experts. `auto`: per layer, two Triton kernels on regrouped weights where they are faster over the "
+        "rows that this server sends, by a table of this GPU or by a measurement at load, else CUTLASS. `cutlass`: the "
+        "engine's GEMMs, on weights as they are loaded. `triton`: the two kernels wherever a layer is supported. "
         "`reference` computes in float32, slowly and without CUDA graphs, to compare outputs with.",
         _backend,
         "auto",
@@ -131,6 +140,7 @@ class Settings:
     strict: bool = False
     patches: tuple[str, ...] | None = None
     allow_unknown_engine: bool = False
+    measure: bool = True
     backend: str = "auto"
 
 

@@ -39,8 +39,20 @@ class TunedConfigError(ValueError):
 
 
 def user_directory() -> Path:
-    """Where `sglang-w4afp8 tune` writes its files."""
+    """Where `sglang-w4afp8 tune` writes its files.
+
+    Raises:
+        RuntimeError: this user has no home (no HOME in the environment, and no entry among the system's users).
+    """
     return Path.home() / ".cache" / "sglang-w4afp8" / "configs"
+
+
+def _directories() -> tuple[Path, ...]:
+    """Where tuned files are looked for, the first first; a user without a home has none of their own."""
+    try:
+        return (user_directory(), SHIPPED_DIRECTORY)
+    except RuntimeError:
+        return (SHIPPED_DIRECTORY,)
 
 
 def slug(text: str) -> str:
@@ -135,7 +147,7 @@ def load_tuned(
         absent: the log level at which a file that does not exist is said; one that is refused is always a warning.
     """
     if directories is None:
-        directories = (user_directory(), SHIPPED_DIRECTORY)
+        directories = _directories()
     name = file_name(kind, *parts)
     key = (name, directories, tuple(sorted(match.items())))
     with _lock:

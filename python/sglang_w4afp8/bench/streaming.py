@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_w4afp8.bench.measure import interleaved_medians
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as ours
 from sglang_w4afp8.kernels.ops.moe.ep_moe_kernels import MaskedRowsLaunch
+from sglang_w4afp8.timing import interleaved_medians
 
 GROUP = 128
 SENTINEL = 0x5A

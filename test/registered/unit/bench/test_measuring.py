@@ -16,10 +16,13 @@ import pytest
 import torch
 from sglang.test.ci.ci_register import register_cpu_ci
 
-from sglang_w4afp8 import tuned_config
-from sglang_w4afp8.bench import measure, streaming, sweep, tune, tune_streaming
+from sglang_w4afp8 import timing, tuned_config
+from sglang_w4afp8.bench import measure, streaming, sweep
 from sglang_w4afp8.kernels.ops.moe import launch_table
-from sglang_w4afp8.srt.layers.moe import w4a8_gemm, w4a8_gemm_tuning
+from sglang_w4afp8.srt.layers.moe import w4a8_gemm
+from sglang_w4afp8.tune import cli as tune
+from sglang_w4afp8.tune import gemm_tiles
+from sglang_w4afp8.tune import streaming as tune_streaming
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
 
@@ -85,7 +88,7 @@ class Clock:
     def __init__(self, monkeypatch, price):
         self.turns = []
         self.price = price
-        for module in (measure, tune_streaming):
+        for module in (timing, tune_streaming):
             monkeypatch.setattr(module, "capture", self.capture)
             monkeypatch.setattr(module, "replay_us", lambda graph, launches: graph.replay() / launches)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -111,7 +114,7 @@ def test_providers_take_turns_and_the_median_counts(monkeypatch):
 
     prices = {fast: [2.0] * 100, slow: [9.0, 9.0, 3.0, 50.0, 4.0, 5.0, 6.0] + [5.0] * 100}
     clock = Clock(monkeypatch, lambda run: prices[run].pop(0))
-    medians = measure.interleaved_medians({"fast": fast, "slow": slow}, repeats=5, launches=3)
+    medians = timing.interleaved_medians({"fast": fast, "slow": slow}, repeats=5, launches=3)
     # The first two turns warm up; 3, 50, 4, 5, 6 are left.
     assert medians == {"fast": 2.0, "slow": 5.0}
     turns = list(zip(clock.turns[::2], clock.turns[1::2], strict=True))
@@ -120,7 +123,7 @@ def test_providers_take_turns_and_the_median_counts(monkeypatch):
 
 @pytest.mark.parametrize("us, launches", [(0.5, 40), (2.0, 40), (10.0, 15), (1000.0, 4)])
 def test_short_calls_share_a_graph(us, launches):
-    assert measure.launches_for(us) == launches
+    assert timing.launches_for(us) == launches
 
 
 @pytest.fixture
@@ -271,7 +274,7 @@ def test_without_a_gpu_nothing_is_measured(command, capsys):
 def test_an_unknown_kind_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         tune.main(["gem"])
-    assert "kinds: is 'gem', must be streaming or gemm" in capsys.readouterr().err
+    assert "kinds: is 'gem', must be streaming, gemm, two-kernels or all" in capsys.readouterr().err
 
 
 def test_the_tuner_keeps_the_fastest_and_resumes(tiny, tmp_path, monkeypatch):
@@ -399,18 +402,18 @@ def test_gemm_tuning_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(tuned_config, "gpu_name", functools.cache(lambda index=None: "Test GPU"))
     monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: "0.4.5")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(w4a8_gemm_tuning, "run_sweep", run_sweep)
-    monkeypatch.setattr(w4a8_gemm_tuning, "table_data", lambda run: {"cells": len(run["cells"])})
+    monkeypatch.setattr(gemm_tiles, "run_sweep", run_sweep)
+    monkeypatch.setattr(gemm_tiles, "table_data", lambda run: {"cells": len(run["cells"])})
     arguments = {"rows": [1, 2], "directory": tmp_path}
-    cells = w4a8_gemm_tuning.plan_cells([(16, 512)], [8], [1, 2])
+    cells = gemm_tiles.plan_cells([(16, 512)], [8], [1, 2])
     assert len(cells) > 3
     with pytest.raises(StoppedError):
-        w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], **arguments)
+        gemm_tiles.tune_gemm([(16, 512)], [8], **arguments)
     assert not list(tmp_path.glob("*.json"))
-    path = w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], **arguments)
+    path = gemm_tiles.tune_gemm([(16, 512)], [8], **arguments)
     assert swept == [cell.key for cell in cells]
     assert json.loads(path.read_text())["data"] == {"cells": len(cells)}
-    w4a8_gemm_tuning.tune_gemm([(16, 512)], [8], keep=False, **arguments)
+    gemm_tiles.tune_gemm([(16, 512)], [8], keep=False, **arguments)
     assert len(swept) == 2 * len(cells)
 
 

@@ -168,6 +168,7 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
     try:
         import fuzz_device
         import moe_layer
+        import shapes
         import two_kernels
     finally:
         sys.path.remove(str(ROOT / "benchmark"))
@@ -193,6 +194,20 @@ def benchmark_cells() -> dict[str, list[dict[str, Any]]]:
         "silu": [{"n": n, **c, **us} for n in (2048, 1536) for c in grid],
         "streaming": [{"k": 7168, "n": 2048, **c, **us, "legacy_us": None} for c in grid],
         "moe_layer": chain,
+        "shapes": [
+            {
+                **c,
+                "model": model,
+                "n": 2048,
+                "k": 6144,
+                "experts": experts,
+                **{f"{arm}_us": 3.0 for arm in ("engine", "cutlass", "triton", "auto", "table", "floor")},
+            }
+            for model, counts in shapes.SERVED.items()
+            for experts in counts
+            for c in grid
+            if c["experts"] == 64
+        ],
         "two_kernels": [
             {**c, "hidden": 7168, **us, "cutlass_us": 3.0, "triton_us": 2.0, "floor_us": 1.0, "weight_stream_tb_s": 3.5}
             for c in grid

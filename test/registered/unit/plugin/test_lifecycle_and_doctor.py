@@ -129,6 +129,64 @@ def test_doctor_says_when_the_engine_excludes_the_plugin(monkeypatch):
     assert problem == "SGLANG_PLUGINS=other, more excludes this plugin: add w4afp8 or unset it"
 
 
+@pytest.fixture
+def h200(monkeypatch):
+    """The GPU whose tables ship, with a kernel version that has been read."""
+    from sglang_w4afp8 import tuned_config
+    from sglang_w4afp8.srt.layers.moe import two_kernels, w4a8_gemm
+
+    def forget():
+        tuned_config._cache.clear()
+        grouped_gemm_table.clear_cache()
+        w4a8_gemm.clear_cache()
+        two_kernels._may_measure.cache_clear()
+
+    from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table
+
+    forget()
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "NVIDIA H200")
+    monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: "0.4.7")
+    yield tuned_config
+    forget()
+
+
+def test_doctor_says_what_serves_a_models_experts_and_from_where(h200, tmp_path, monkeypatch):
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}'
+    )
+    first, experts, *tiles = doctor.expert_lines(str(config), 8, 128)
+    assert (
+        first == f"{config} over 8 ranks: N 2048, K 7168, 32 experts a rank, up to 128 tokens a rank (33 expected rows)"
+    )
+    assert experts.startswith("experts: the two kernels, by the table's entry of 32 experts")
+    assert tiles == [
+        "CUTLASS tiles of 4096 x 7168: by a measured table",
+        "CUTLASS tiles of 7168 x 2048: by a measured table",
+    ]
+    # A size that no entry is near to.
+    (_, experts, *tiles) = doctor.expert_lines("qwen3-30b", 1, 128)
+    assert experts.startswith("experts: measured when weights are loaded, as no entry of a table covers this")
+    assert tiles[0] == "CUTLASS tiles of 1536 x 2048: by the rule over the tiles of sglang-kernel 0.4.7"
+    from sglang_w4afp8.srt.layers.moe import two_kernels
+
+    two_kernels._may_measure.cache_clear()
+    monkeypatch.setenv("SGLANG_W4AFP8_MEASURE", "0")
+    assert doctor.expert_lines("qwen3-30b", 1, 128)[1].startswith("experts: CUTLASS, as no table compares the backends")
+    monkeypatch.setenv("SGLANG_W4AFP8_BACKEND", "triton")
+    assert doctor.expert_lines("qwen3-30b", 1, 128)[1] == "experts: triton, as SGLANG_W4AFP8_BACKEND says"
+
+
+def test_doctor_refuses_a_model_by_name_before_it_looks_at_anything(capsys, tmp_path):
+    assert doctor.main(["--model", "glm-5", "--ep", "7"]) == 2
+    assert capsys.readouterr().err == "doctor: ep: is 7, must divide the 256 experts\n"
+    assert doctor.main(["--model", str(tmp_path)]) == 2
+    assert "config.json: cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        doctor.main(["--model", "glm-5", "--ep", "0"])
+    assert stopped.value.code == 2 and "is '0', must be a positive integer" in capsys.readouterr().err
+
+
 def test_report_survives_the_way_from_the_probe_process():
     report = _report(DRIFTED, ACTIVE, NOTED, NO_DRIVER, strict=True)
     assert doctor._report_from(json.loads(json.dumps(dataclasses.asdict(report)))) == report

@@ -4,8 +4,11 @@ A file holds shapes: (N, K, local experts) with the tiles' ``block_n`` of both G
 when they are loaded and therefore one for all row counts, and a list of launches by ``expected_m``. Each entry also says what
 the layer took with them and what our CUTLASS chain took in the same run, which is what ``auto`` decides by.
 
-A layer takes the entry of its N and K with the nearest experts, and in it the launch of the nearest ``expected_m``, both on a
-logarithmic scale (a tie goes to the larger). Launches other than ``block_n`` change speed only, never bytes.
+A layer takes the entry of its N and K with the nearest experts, no farther than a factor of ``EXPERTS_BOUND``, and in it the
+launch of the nearest ``expected_m``, both on a logarithmic scale (a tie goes to the larger). Launches other than ``block_n``
+change speed only, never bytes.
+
+Without an entry the rule serves: :func:`rule_block_ns` and :func:`rule`, computed from the sizes and the GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_w4afp8 import tuned_config
@@ -24,6 +27,8 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import GROUP_SIZE, GroupedG
 KIND = "two_kernels"
 # Raised whenever the kernels or the weights' layout change, so that what was tuned for another one is not used.
 SCHEDULE = "3"
+# How many times more or fewer experts an entry may be for: 36 and 48 take that of 32, 18 and 12 that of 16.
+EXPERTS_BOUND = 1.5
 # What `auto` may lose at any row count to win at the others: the limit that the backend is held to.
 LOSS = 1.02
 # The rows of a call without an estimate: from there on a larger tile costs less than a smaller one would.
@@ -54,9 +59,15 @@ class MeasuredPair:
 
 @dataclass(frozen=True)
 class ShapeLaunches:
-    """The launches of one (N, K, experts), in rising ``expected_m``; all of them have the same two ``block_n``."""
+    """The launches of one (N, K, experts), in rising ``expected_m``; all of them have the same two ``block_n``.
+
+    Attributes:
+        pairs: by ``expected_m``.
+        measured: what it was measured with: driver, versions, date; empty where the file does not say.
+    """
 
     pairs: tuple[MeasuredPair, ...]
+    measured: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def block_ns(self) -> tuple[int, int]:
@@ -68,6 +79,15 @@ class ShapeLaunches:
         by_rows = {pair.expected_m: pair for pair in self.pairs}
         return by_rows[_nearest(list(by_rows), expected_m)]
 
+    def covers(self, largest_expected_m: int) -> bool:
+        """Whether what was measured says anything of a layer whose estimates go up to this one.
+
+        Twice the largest measured count is still nearer to it than to the next one that would have been measured.
+        """
+        return largest_expected_m <= 2 * self.pairs[-1].expected_m and any(
+            pair.triton_us is not None and pair.cutlass_us is not None for pair in self.pairs
+        )
+
     def triton_wins(self, largest_expected_m: int) -> bool:
         """Whether a layer whose estimates go up to this one is to be regrouped.
 
@@ -75,11 +95,10 @@ class ShapeLaunches:
         that is faster over the measured counts together, and at none of them slower than CUTLASS by more than ``LOSS``.
         Between two measured counts either may be what a call is like, so the next one above counts too.
         """
+        if not self.covers(largest_expected_m):
+            return False
         above = next((i for i, pair in enumerate(self.pairs) if pair.expected_m >= largest_expected_m), len(self.pairs))
         within = self.pairs[: above + 1]
-        # Twice the largest measured count is still nearer to it than to the next one that would have been measured.
-        if largest_expected_m > 2 * self.pairs[-1].expected_m:
-            return False
         compared = [(pair.triton_us, pair.cutlass_us) for pair in within]
         if any(triton is None or cutlass is None for triton, cutlass in compared):
             return False
@@ -131,6 +150,12 @@ def _microseconds(entry: Mapping[str, Any], field: str) -> float | None:
     return float(value)
 
 
+def _parse_provenance(entry: Any) -> dict[str, str]:
+    if not isinstance(entry, Mapping) or not all(isinstance(text, str) for pair in entry.items() for text in pair):
+        raise ValueError(f"measured: is {entry!r}, must be names of versions and their texts")
+    return dict(entry)
+
+
 def parse(data: Mapping[str, Any]) -> Table:
     """The table of a file's ``data``; any malformed entry refuses the whole file (ValueError, KeyError, TypeError)."""
     table: dict[tuple[int, int, int], ShapeLaunches] = {}
@@ -154,7 +179,9 @@ def parse(data: Mapping[str, Any]) -> Table:
             raise ValueError(f"launches: n {n}, k {k}, experts {experts} has none")
         if len({pair.expected_m for pair in pairs}) != len(pairs) or (n, k, experts) in table:
             raise ValueError(f"launches: n {n}, k {k}, experts {experts} stands there twice")
-        table[n, k, experts] = ShapeLaunches(tuple(sorted(pairs, key=lambda pair: pair.expected_m)))
+        table[n, k, experts] = ShapeLaunches(
+            tuple(sorted(pairs, key=lambda pair: pair.expected_m)), _parse_provenance(shape.get("measured", {}))
+        )
     if not table:
         raise ValueError("shapes: none")
     return table
@@ -180,7 +207,8 @@ def to_data(table: Table) -> dict[str, Any]:
             for pair in launches.pairs
         ]
         shape = {"n": n, "k": k, "experts": experts, "gate_up_block_n": first, "down_block_n": second}
-        shapes.append({**shape, "launches": entries})
+        provenance = {"measured": dict(launches.measured)} if launches.measured else {}
+        shapes.append({**shape, **provenance, "launches": entries})
     return {"shapes": shapes}
 
 
@@ -199,8 +227,22 @@ def rule(block_n: int, rows: int, gate_up: bool = False) -> GroupedGemmLaunch:
 
 # Most accumulators a thread: a first GEMM with twice as many took more than three times as long (the search file above).
 _RULE_ACCUMULATORS = 64
-# The layout without a table.
+# The layout without a table, where 128 columns leave programs enough.
 RULE_BLOCK_NS = (128, 128)
+# Multiprocessors of an H100 or H200.
+SM_COUNT = 132
+
+
+def rule_block_ns(n: int, k: int, experts: int, sm_count: int = SM_COUNT) -> tuple[int, int]:
+    """``block_n`` of both GEMMs without a table: the layout that a size's weights get."""
+    return RULE_BLOCK_NS
+
+
+def rule_launches(
+    n: int, k: int, experts: int, block_ns: tuple[int, int], rows: int, sm_count: int = SM_COUNT
+) -> tuple[GroupedGemmLaunch, GroupedGemmLaunch]:
+    """Launches of both GEMMs without a table."""
+    return rule(block_ns[0], rows, gate_up=True), rule(block_ns[1], rows)
 
 
 @functools.cache
@@ -220,10 +262,35 @@ def table_of(gpu: str) -> Table | None:
 
 
 def shape_launches(gpu: str | None, n: int, k: int, experts: int) -> ShapeLaunches | None:
-    """The measured launches of a layer's shape, those of the nearest number of experts; None where there are none."""
+    """The measured launches of a layer's shape, those of the nearest number of experts within ``EXPERTS_BOUND``; None where
+    there are none."""
+    measured = nearest_experts(gpu, n, k, experts)
+    return table_of(gpu)[n, k, measured] if measured is not None else None
+
+
+def nearest_experts(gpu: str | None, n: int, k: int, experts: int) -> int | None:
+    """The number of experts of the entry that serves a layer; None where there is none."""
     table = table_of(gpu) if gpu else None
-    measured = [key[2] for key in table or () if key[:2] == (n, k)]
-    return table[n, k, _nearest(measured, experts)] if table and measured else None
+    measured = [
+        key[2] for key in table or () if key[:2] == (n, k) and max(key[2] / experts, experts / key[2]) <= EXPERTS_BOUND
+    ]
+    return _nearest(measured, experts) if measured else None
+
+
+def entry_told(gpu: str | None, n: int, k: int, experts: int) -> str:
+    """The entry that serves a layer, for people: of how many experts, and what it was measured with where it says so."""
+    shape = shape_launches(gpu, n, k, experts)
+    if shape is None:
+        return "no entry of the table"
+    about = shape.measured
+    with_what = [f"{about[name]}" for name in ("date",) if name in about]
+    with_what += [f"{word} {about[name]}" for name, word in _TOLD.items() if name in about]
+    return f"the table's entry of {nearest_experts(gpu, n, k, experts)} experts" + (
+        f" ({', '.join(with_what)})" if with_what else ""
+    )
+
+
+_TOLD = {"triton": "Triton", "sglang_kernel": "sglang-kernel"}
 
 
 def mean_rows(expected_m: int | None) -> int:
@@ -241,8 +308,7 @@ def launches(
     if shape is not None and shape.block_ns == block_ns:
         pair = shape.at(ROWS_WITHOUT_ESTIMATE if expected_m is None else expected_m)
         return pair.gate_up, pair.down
-    rows = mean_rows(expected_m)
-    return rule(block_ns[0], rows, gate_up=True), rule(block_ns[1], rows)
+    return rule_launches(n, k, experts, block_ns, mean_rows(expected_m), SM_COUNT)
 
 
 def clear_cache() -> None:

@@ -50,6 +50,7 @@ and 128 rows of random load.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -542,11 +543,19 @@ def _constants(launch: GroupedGemmLaunch, device: torch.device) -> dict[str, int
         "GROUPS_PER_STEP": launch.groups_per_step,
         "STAGES": launch.num_stages,
         "LOOK_UP": launch.look_up,
-        "PTX": has_ptx(device),
+        "PTX": has_ptx(torch.device("cuda") if device.type == "meta" else device),
         "num_warps": launch.num_warps,
         # The name is a compiler's for NVIDIA; others refuse it.
         **({"maxnreg": launch.max_registers} if launch.max_registers else {}),
     }
+
+
+def _start(kernel: triton.JITFunction, programs: int, x: torch.Tensor, *operands: Any, **constants: Any) -> None:
+    """Launch a kernel, or only compile it for the current GPU where the operands are on torch's meta device."""
+    if x.device.type == "meta":
+        kernel.warmup(x, *operands, grid=(programs,), **constants)
+    else:
+        kernel[(programs,)](x, *operands, **constants)
 
 
 def _programs(blocks_n: int, num_experts: int, rows: int, launch: GroupedGemmLaunch) -> int:
@@ -594,6 +603,8 @@ def w4a8_gate_up(
 ) -> None:
     """``output = fp8(silu(x @ gate) * (x @ up) / output_scale)`` over live rows, from regrouped weights.
 
+    With operands on torch's meta device the launch is compiled for the current GPU, and nothing runs.
+
     Args:
         x: fp8 e4m3 ``[E, M, K]``; x_scale: float32 ``[E, M, K / 128]``, any strides: DeepEP's payload.
         w_q, w_scale: regrouped with ``gate_up=True`` and this launch's ``block_n``; shapes as they were, ``[E, 2N, K / 2]``.
@@ -618,7 +629,9 @@ def w4a8_gate_up(
     _check_scale("output_scale", output_scale)
     weights = {"w_q": w_q, "w_scale": w_scale}
     check_same_device(x, x_scale=x_scale, **weights, masked_m=masked_m, output_scale=output_scale, output=output)
-    _gate_up_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
+    _start(
+        _gate_up_kernel,
+        _programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),
@@ -649,7 +662,7 @@ def w4a8_down(
     launch: GroupedGemmLaunch,
     expected_rows: int | None = None,
 ) -> None:
-    """``output = x_scale * (x @ w)`` over live rows, bf16, from regrouped weights.
+    """``output = x_scale * (x @ w)`` over live rows, bf16, from regrouped weights; meta operands as above.
 
     Args:
         x: fp8 e4m3 ``[E, M, K]`` with the one scale ``x_scale`` (float32, one element).
@@ -666,7 +679,9 @@ def w4a8_down(
     _check_rows(x, output, masked_m, num_experts, groups * GROUP_SIZE, n)
     _check_scale("x_scale", x_scale)
     check_same_device(x, x_scale=x_scale, w_q=w_q, w_scale=w_scale, masked_m=masked_m, output=output)
-    _down_kernel[(_programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),)](
+    _start(
+        _down_kernel,
+        _programs(n // launch.block_n, num_experts, min(expected_rows or 1, x.size(1)), launch),
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),
@@ -728,7 +743,9 @@ def w4a8_rows(
     check_same_device(x, x_scale=x_scale, w_q=w_q, w_scale=w_scale, **rows, output=output)
     # The engine makes one of them for the rows that came and the other for the most that may.
     total_rows = min(x.size(0), output.size(0))
-    _rows_kernel[(_programs(n // launch.block_n, num_experts, triton.cdiv(total_rows, num_experts), launch),)](
+    _start(
+        _rows_kernel,
+        _programs(n // launch.block_n, num_experts, triton.cdiv(total_rows, num_experts), launch),
         x,
         x_scale,
         _tile_descriptor(w_q, launch.block_n),

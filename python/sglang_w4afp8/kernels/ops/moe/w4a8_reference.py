@@ -22,6 +22,9 @@ from fractions import Fraction
 
 import torch
 
+from sglang_w4afp8.kernels.ops.moe import compiled_tiles
+from sglang_w4afp8.kernels.ops.moe.compiled_tiles import Tile
+
 GROUP_SIZE = 128
 # Four scales of 128 make the kernel's K tile of 512.
 SCALE_INTERLEAVE = 4
@@ -108,15 +111,6 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float(difference / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
-# Limits of sglang-kernel 0.4.5 and 0.4.7, read from the compiled dispatch: the upper `m` of every bucket
-# but the last, by (n, k); None is every other shape with k a multiple of 512.
-COMPILED_LIMITS: dict[tuple[int, int] | None, tuple[int, ...]] = {
-    (4096, 7168): (4, 32, 256, 1024, 4096),
-    (7168, 2048): (8, 512, 4096),
-    None: (32, 1024),
-}
-
-
 @dataclass
 class DispatchRecord:
     """What the double saw in one call: the sizes as the compiled code reads them, and the tile they lead to."""
@@ -133,10 +127,18 @@ class DispatchRecord:
 class CompiledDispatchDouble:
     """CPU stand-in for `sgl_kernel.cutlass_w4a8_moe_mm` with the size rule of the compiled dispatch.
 
-    `calls` records every launch. The result is right exactly where the real kernel's is.
+    The result is right exactly where the real kernel's is.
+
+    Attributes:
+        version, gpu: which sglang-kernel it stands for, and on which GPU (`compiled_tiles`).
+        limits: instead of that version's, for small sizes: the upper `m` of every bucket but the last by (n, k); None is
+            every other shape.
+        calls: every launch.
     """
 
-    limits: dict[tuple[int, int] | None, tuple[int, ...]] = field(default_factory=lambda: dict(COMPILED_LIMITS))
+    version: str = "0.4.10"
+    gpu: str = "NVIDIA H200"
+    limits: dict[tuple[int, int] | None, tuple[int, ...]] | None = None
     calls: list[DispatchRecord] = field(default_factory=list)
 
     def __call__(
@@ -159,10 +161,7 @@ class CompiledDispatchDouble:
         # A signed 64-bit division kept in an unsigned 32-bit variable.
         m = math.trunc(Fraction(a.size(0), topk)) & 0xFFFFFFFF
         n, k = d.size(1), a.size(1)
-        tuned = self.limits.get((n, k))
-        k_tile = 512 if tuned is not None or k % 512 == 0 else GROUP_SIZE
-        limits = tuned if tuned is not None else self.limits[None]
-        bucket = sum(m > limit for limit in limits)
+        bucket, k_tile = self._bucket_and_k_tile(m, n, k)
         self.calls.append(DispatchRecord(m=m, n=n, k=k, dims=a.dim(), bucket=bucket, k_tile=k_tile))
 
         # The pointer kernel knows both ranks: 3-D reads the padded rows and ignores the offsets, 2-D trusts the
@@ -179,6 +178,20 @@ class CompiledDispatchDouble:
             start = row_starts[expert]
             product = flat_a[start : start + rows].float() @ weight.T * a_scales
             flat_d[start : start + rows] = product.to(d.dtype)
+
+    def _bucket_and_k_tile(self, m: int, n: int, k: int) -> tuple[int, int]:
+        if self.limits is not None:
+            tuned = self.limits.get((n, k))
+            k_tile = 512 if tuned is not None or k % 512 == 0 else GROUP_SIZE
+            return sum(m > limit for limit in (tuned if tuned is not None else self.limits[None])), k_tile
+        branch = compiled_tiles.branch(self.version, self.gpu, n, k)
+        if branch is None:
+            raise ValueError(
+                f"version: is {self.version!r}, must be one of {', '.join(compiled_tiles.known_versions())}"
+            )
+        tile = Tile.of(branch.tile_at(m))
+        assert tile is not None, "every tile of a version that was read has a label"
+        return sum(m > limit for limit in branch.limits), tile.k
 
     @staticmethod
     def _scales_as_read(scales: torch.Tensor, n: int, k: int, k_tile: int) -> torch.Tensor:

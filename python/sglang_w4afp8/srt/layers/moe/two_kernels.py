@@ -8,7 +8,8 @@ been processed. It is regrouped in place, one expert after another; what is need
 expert's matrix, and is gone afterwards.
 
 * ``auto``: a layer that the measured table shows to be faster over all the row counts that this server's low-latency calls can
-  have, and slower by more than 2% at none of them (:meth:`ShapeLaunches.triton_wins`); without a table for the shape, none.
+  have, and slower by more than 2% at none of them (:meth:`ShapeLaunches.triton_wins`). Where no table covers the sizes, the
+  first layer of each is timed in both backends by the same rule (``measured_choice``), unless ``SGLANG_W4AFP8_MEASURE=0``.
 * ``triton``: every layer that the kernels support. Low-latency calls are two launches, their tiles by the rows expected.
 
 A layer that is left alone is as the engine loads it, and one line of the log says why: a warning where ``triton`` was asked
@@ -33,6 +34,7 @@ weights after it has processed them, or computes on copies of them, every layer 
 (:func:`_why_layout_must_stay`). Reloading a W4AFP8 checkpoint as a whole fails in every supported engine by itself: its
 processing replaces the scales' parameters by others without a loader. Experts that load balancing moves between ranks are
 whole and keep their layout, so the ranks must have chosen the same: they are asked, and none is regrouped where they differ.
+With ``auto`` they are asked in any case: a rank that waits for slower ones gains nothing by being fast itself.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -51,7 +54,7 @@ from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as kernels
 from sglang_w4afp8.kernels.ops.moe import grouped_gemm_table as table
 from sglang_w4afp8.kernels.ops.moe import w4a8_grouped_gemm as two
 from sglang_w4afp8.kernels.ops.moe.w4a8_grouped_gemm import TileLayout
-from sglang_w4afp8.srt.layers.moe import dispatch_cap
+from sglang_w4afp8.srt.layers.moe import dispatch_cap, measured_choice
 
 logger = logging.getLogger(__name__)
 
@@ -191,53 +194,188 @@ def largest_expected_m(layer: Any) -> int | None:
     return (tokens * layer.moe_ep_size * layer.top_k + layer.num_experts) // layer.num_experts
 
 
-def _why_auto_leaves(layer: Any, shape: table.ShapeLaunches | None) -> str | None:
+@functools.cache
+def _may_measure() -> bool:
+    return switches.read().measure
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one rank would do with a layer.
+
+    Attributes:
+        block_ns: ``block_n`` of both GEMMs where the layer is to be regrouped; None where it is not, or nothing says it yet.
+        reason: why it is not; empty otherwise.
+        source: what says so, for the log: a table's entry, a measurement, the rule.
+        largest_expected_m: what a measurement has to cover; 0 where none is wanted.
+    """
+
+    block_ns: tuple[int, int] | None
+    reason: str = ""
+    source: str = ""
+    largest_expected_m: int = 0
+
+    @property
+    def measure(self) -> bool:
+        """Whether only a measurement can say it."""
+        return self.block_ns is None and not self.reason
+
+
+def _stays(reason: str) -> Choice:
+    return Choice(None, reason)
+
+
+def rule_block_ns(device: torch.device, n: int, k: int, experts: int) -> tuple[int, int]:
+    """The layout without a table, by the multiprocessors of the weights' GPU."""
+    count = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else table.SM_COUNT
+    return table.rule_block_ns(n, k, experts, count)
+
+
+def plan(method: Any, layer: Any, wanted: str) -> Choice:
+    """What is to become of a layer as far as this rank can tell without measuring."""
+    reason = why_unsupported(method, layer) or _why_no_low_latency() or _why_layout_must_stay()
+    if reason is not None:
+        return _stays(reason)
+    if engine_state.setting("enable_eplb") and engine_state.setting("is_ep_joiner"):
+        return _stays("this rank joins others that serve already, and load balancing moves experts between them")
     n, k, experts = _sizes(layer)
-    if shape is None:
-        return f"no table compares the backends at N {n}, K {k}"
+    device = layer.w2_weight.device
+    gpu = _gpu_name(device)
+    if wanted == "triton":
+        shape = table.shape_launches(gpu, n, k, experts)
+        if shape is None:
+            lifecycle.say_once(logger, logging.WARNING, f"no table has launches at N {n}, K {k}: they go by the rule")
+            return Choice(rule_block_ns(device, n, k, experts), source="the rule")
+        return Choice(shape.block_ns, source=table.entry_told(gpu, n, k, experts))
     try:
         largest = largest_expected_m(layer)
     except Exception as error:  # an engine that says these things otherwise must start all the same
-        return f"the rows that this server sends are not known ({error!r})"
+        return _stays(f"the rows that this server sends are not known ({error!r})")
     if largest is None:
-        return "the rows that this server sends are not known"
-    if not shape.triton_wins(largest):
-        return f"the table does not show Triton ahead up to {largest} expected rows (N {n}, K {k}, {experts} experts)"
-    return None
+        return _stays("the rows that this server sends are not known")
+    choice = by_table(gpu, n, k, experts, largest)
+    if choice.measure and engine_state.setting("is_ep_joiner"):
+        return _stays("this rank joins others that serve already, so nothing is measured")
+    return choice
 
 
-def plan(method: Any, layer: Any, wanted: str) -> tuple[int, int] | str:
-    """``block_n`` of both GEMMs for a layer that is to be regrouped, or why it is not."""
-    reason = why_unsupported(method, layer) or _why_no_low_latency() or _why_layout_must_stay()
-    if reason is not None:
-        return reason
-    n, k, experts = _sizes(layer)
-    shape = table.shape_launches(_gpu_name(layer.w2_weight.device), n, k, experts)
-    if wanted == "auto":
-        reason = _why_auto_leaves(layer, shape)
-    elif shape is None:
-        lifecycle.say_once(logger, logging.WARNING, f"no table has launches at N {n}, K {k}: they go by the rule")
-    return reason or (shape.block_ns if shape is not None else table.RULE_BLOCK_NS)
+def by_table(gpu: str | None, n: int, k: int, experts: int, largest_expected_m: int) -> Choice:
+    """What `auto` does with a size that nothing else speaks against: by the table where it covers the rows, else to be
+    measured, if that is not switched off."""
+    shape = table.shape_launches(gpu, n, k, experts)
+    if shape is not None and shape.covers(largest_expected_m):
+        told = table.entry_told(gpu, n, k, experts)
+        if shape.triton_wins(largest_expected_m):
+            return Choice(shape.block_ns, source=told)
+        return _stays(
+            f"{told} does not show Triton ahead up to {largest_expected_m} expected rows (N {n}, K {k}, {experts} experts)"
+        )
+    if not _may_measure():
+        return _stays(
+            f"no table compares the backends at N {n}, K {k}, {experts} experts up to {largest_expected_m} expected rows"
+        )
+    return Choice(None, largest_expected_m=largest_expected_m)
 
 
-def _agreed(chosen: tuple[int, int] | str) -> tuple[int, int] | str:
-    """What all ranks have chosen for a layer, where experts may move between them.
+# ---- ranks
 
-    Every rank takes part, whatever it has chosen, because the others wait for it; but for one that joins ranks that serve
-    already, which nobody waits for.
-    """
-    if not engine_state.setting("enable_eplb"):
-        return chosen
+
+_DIFFERENT = "ranks chose differently, and they share the experts"
+
+
+def _group(layer: Any) -> Any | None:
+    """The engine's group of the ranks that share a layer's experts; None where nobody else does, or waits for this rank."""
+    if getattr(layer, "moe_ep_size", 1) == 1 and not engine_state.setting("enable_eplb"):
+        return None
     if engine_state.setting("is_ep_joiner"):
-        return "this rank joins others that serve already, and load balancing moves experts between them"
+        return None
     group = engine_state.expert_group()
-    if group.world_size == 1:
-        return chosen
-    mine = torch.tensor(chosen if isinstance(chosen, tuple) else (0, 0), dtype=torch.int64)
+    return group if group.world_size > 1 else None
+
+
+def _agreed(choice: Choice, group: Any | None) -> Choice:
+    """What all ranks do with a layer: the same, or CUTLASS; if one has to measure, all do.
+
+    Every rank takes part, whatever it has chosen, because the others wait for it.
+    """
+    if group is None:
+        return choice
+    mine = torch.tensor(
+        [bool(choice.reason), choice.measure, choice.largest_expected_m, *(choice.block_ns or (0, 0))],
+        dtype=torch.int64,
+    )
     both = torch.cat([mine, -mine])
     torch.distributed.all_reduce(both, op=torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-    same = torch.equal(both[:2], -both[2:])
-    return chosen if same else "ranks chose differently, and load balancing moves experts between them"
+    stays, measures, largest, *_ = both[:5].tolist()
+    if choice.reason:
+        return choice
+    if stays:
+        return _stays("another rank keeps CUTLASS, and they share the experts")
+    if measures:
+        return Choice(None, largest_expected_m=largest)
+    return choice if torch.equal(both[3:5], -both[8:10]) else _stays(_DIFFERENT)
+
+
+_measurements: dict[tuple[Any, ...], measured_choice.Measurement] = {}
+
+
+def _measured(method: Any, layer: Any, choice: Choice, group: Any | None) -> Choice:
+    """The choice by measuring, once per sizes and process; every rank that shares the experts takes part."""
+    n, k, experts = _sizes(layer)
+    device = layer.w2_weight.device
+    block_ns = rule_block_ns(device, n, k, experts)
+    key = (n, k, experts, device, choice.largest_expected_m)
+    if key not in _measurements:
+        padded_rows = engine_state.dispatch_tokens_cap() * layer.moe_ep_size
+        with lifecycle.not_serving():
+            mine = measured_choice.measure(
+                measured_choice.Sizes(n, k, experts, padded_rows),
+                choice.largest_expected_m,
+                device,
+                functools.partial(_low_latency_call, method, layer),
+                functools.partial(_regroup, layer, block_ns),
+                functools.partial(restore_layer, layer),
+            )
+        _measurements[key] = measured_choice.joint(mine, group)
+        text = f"N {n}, K {k}, {experts} experts: {_measurements[key].told()}"
+        level = logging.WARNING if _measurements[key].failure else logging.INFO
+        lifecycle.say_once(logger, level, text)
+    measurement = _measurements[key]
+    if measurement.triton_wins:
+        return Choice(block_ns, source="measured at load, tiles by the rule")
+    why = measurement.failure or "the two kernels were not faster"
+    return _stays(f"measured at load at N {n}, K {k}, {experts} experts: {why}")
+
+
+def _low_latency_call(method: Any, layer: Any, payload: measured_choice.Payload, expected_m: int) -> torch.Tensor:
+    """One call of the chain as the engine's caller makes it, by whichever backend the weights are laid out for."""
+    strides = {
+        name: getattr(method, name)
+        for which in ("1", "2")
+        for name in (
+            f"a_strides{which}",
+            f"b_strides{which}",
+            f"c_strides{which}",
+            f"s_strides{which.replace('1', '13')}",
+        )
+    }
+    return _engine().cutlass_w4a8_moe_deepep_ll(
+        payload.x,
+        payload.x_scale,
+        layer.w13_weight,
+        layer.w2_weight,
+        layer.w13_weight_scale_inv,
+        layer.w2_weight_scale_inv,
+        torch.zeros((1, layer.top_k), dtype=torch.int64, device=payload.x.device),
+        payload.masked_m,
+        **strides,
+        expert_offsets=method.expert_offsets,
+        problem_sizes1=method.problem_sizes1,
+        problem_sizes2=method.problem_sizes2,
+        a1_scale=layer.w13_input_scale,
+        a2_scale=layer.w2_input_scale,
+        expected_m=expected_m,
+    )
 
 
 # ---- the weights
@@ -251,6 +389,15 @@ def is_processed(layer: Any) -> bool:
     return all(getattr(getattr(layer, scale), _PROCESSED, False) for _, scale, _ in _WEIGHTS)
 
 
+def _regroup(layer: Any, block_ns: tuple[int, int]) -> None:
+    """Bring a layer's weights and scales into the kernels' layout, in place, and mark them."""
+    for (weight_name, scale_name, gate_up), block_n in zip(_WEIGHTS, block_ns, strict=True):
+        weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
+        two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up)
+        setattr(weight, _LAYOUT, TileLayout(block_n, gate_up))
+        setattr(scale, _LAYOUT, TileLayout(block_n, gate_up))
+
+
 def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
     """Regroup a layer whose weights the engine has processed, if the backend is to serve it; says once why where not.
 
@@ -258,20 +405,23 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
     """
     if is_regrouped(layer):
         return True
-    chosen = _agreed(plan(method, layer, wanted))
-    if isinstance(chosen, str):
+    group = _group(layer) if wanted == "auto" or engine_state.setting("enable_eplb") else None
+    choice = _agreed(plan(method, layer, wanted), group)
+    if choice.measure:
+        choice = _measured(method, layer, choice, group)
+    if choice.block_ns is None:
         # Whoever asked for Triton must see that it is not what runs.
         lifecycle.say_once(
-            logger, logging.WARNING if wanted == "triton" else logging.INFO, f"experts stay with CUTLASS: {chosen}"
+            logger,
+            logging.WARNING if wanted == "triton" else logging.INFO,
+            f"experts stay with CUTLASS: {choice.reason}",
         )
         return False
     route_engine_gemm(_engine())
     refuse_direct_loads()
-    for (weight_name, scale_name, gate_up), block_n in zip(_WEIGHTS, chosen, strict=True):
+    _regroup(layer, choice.block_ns)
+    for weight_name, scale_name, _ in _WEIGHTS:
         weight, scale = getattr(layer, weight_name), getattr(layer, scale_name)
-        two.regroup_weights(weight.data, scale.data, block_n, gate_up=gate_up)
-        setattr(weight, _LAYOUT, TileLayout(block_n, gate_up))
-        setattr(scale, _LAYOUT, TileLayout(block_n, gate_up))
         setattr(scale, _PROCESSED, True)
         loader = getattr(weight, "weight_loader", None)
         if loader is not None:
@@ -286,7 +436,8 @@ def regroup_layer(method: Any, layer: Any, wanted: str) -> bool:
     lifecycle.say_once(
         logger,
         logging.INFO,
-        f"experts served by the Triton grouped GEMMs, tiles of {chosen[0]} and {chosen[1]} columns",
+        f"experts served by the Triton grouped GEMMs, tiles of {choice.block_ns[0]} and {choice.block_ns[1]} columns "
+        f"({choice.source})",
     )
     return True
 

@@ -15,9 +15,10 @@ us per GEMM on one H200, E = 64, M = 512, random routing, sglang-kernel 0.4.5 (t
     32     751 / 473        448 / 285
     128    2513 / 1349      1400 / 686
 
-Which tile: a table measured per (GPU, sglang-kernel version, n, k), else `DEFAULT_RULE`. The live row counts are on the
-device and a captured graph fixes the tile at capture, so one launch has one tile whatever the rows of its experts; but a
-table may name a split, which is two launches, one over the experts with few rows and one over the others.
+Which tile: a table measured per (GPU, sglang-kernel version, n, k), else a rule over the tiles that this version's compiled
+code has for (n, k) (`compiled_tiles`). A table of another version serves where both choose the same tiles. The live row
+counts are on the device and a captured graph fixes the tile at capture, so one launch has one tile whatever the rows of
+its experts; but a table may name a split, which is two launches, one over the experts with few rows and one over the others.
 
 A choice is only ever a matter of speed: every tile gives the right result for every number of rows.
 """
@@ -37,6 +38,9 @@ from typing import Any
 import torch
 
 from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe import compiled_tiles
+from sglang_w4afp8.kernels.ops.moe.compiled_tiles import Branch, Tile
+from sglang_w4afp8.kernels.ops.moe.launch_table import integer_field
 from sglang_w4afp8.kernels.ops.moe.problem_sizes import split_problem_sizes
 
 logger = logging.getLogger(__name__)
@@ -46,7 +50,7 @@ GROUP_SIZE = 128
 ENGINE_ROW_MULTIPLE = 512
 # Name of the candidate that keeps the engine's 3-D call.
 AS_SHIPPED = "as_shipped"
-# Names of choices that come from DEFAULT_RULE.
+# Names of choices that come from the rule.
 RULE_PREFIX = "rule:"
 # Expert offsets are int32.
 INT32_MAX = 2**31 - 1
@@ -196,51 +200,107 @@ class GemmTileTable:
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> GemmTileTable:
-        """From the `data` of a tuned file. Raises KeyError, TypeError or ValueError where it is malformed."""
-        shapes = {}
+        """From the `data` of a tuned file. Raises KeyError, TypeError or ValueError where it is malformed.
+
+        Nothing that passes raises when a tile is chosen from it.
+        """
+        shapes: dict[tuple[int, int], ShapeTable] = {}
         for shape in data["shapes"]:
-            buckets = tuple(TileBucket(int(b["low"]), b["high"], b.get("kernel")) for b in shape["buckets"])
+            n, k = (integer_field(shape, field) for field in ("n", "k"))
+            buckets = _parse_buckets(shape["buckets"])
             known = {bucket.name for bucket in buckets} | {AS_SHIPPED}
-            orders = {}
+            orders: dict[tuple[int, int], tuple[str, ...]] = {}
             for choice in shape["choices"]:
                 order = tuple(choice["order"])
+                if not order or not all(isinstance(name, str) for name in order):
+                    raise ValueError(f"order: is {choice['order']!r}, must be names of tiles")
                 parts = [_split_parts(name) or (name, 0, name) for name in order]
-                if not order or not known.issuperset(tile for few, _, many in parts for tile in (few, many)):
-                    raise ValueError(f"order: {order} names no bucket of n {shape['n']}, k {shape['k']}")
-                orders[int(choice["experts"]), int(choice["rows"])] = order
-            if not buckets or not orders:
-                raise ValueError(f"shapes: n {shape['n']}, k {shape['k']} has no buckets or no choices")
-            shapes[int(shape["n"]), int(shape["k"])] = ShapeTable(buckets, orders)
+                if not known.issuperset(tile for few, _, many in parts for tile in (few, many)):
+                    raise ValueError(f"order: {order} names no bucket of n {n}, k {k}")
+                orders[integer_field(choice, "experts"), integer_field(choice, "rows")] = order
+            if not orders or (n, k) in shapes:
+                raise ValueError(f"shapes: n {n}, k {k} {'has no choices' if not orders else 'stands there twice'}")
+            shapes[n, k] = ShapeTable(buckets, orders)
         return cls(shapes)
 
 
-@dataclass(frozen=True)
-class DefaultRule:
-    """Without a table: `(rows up to, m, whether the engine's call comes first)`, in order; the last has no limit.
+def _parse_buckets(entries: Sequence[Mapping[str, Any]]) -> tuple[TileBucket, ...]:
+    """Buckets that follow one another from 1 on, the last one without an upper limit."""
+    buckets: list[TileBucket] = []
+    for entry in entries:
+        low = integer_field(entry, "low", most=INT32_MAX)
+        high = None if entry["high"] is None else integer_field(entry, "high", least=low, most=INT32_MAX)
+        kernel = entry.get("kernel")
+        if kernel is not None and not isinstance(kernel, str):
+            raise ValueError(f"kernel: is {kernel!r}, must be a name or absent")
+        expected = 1 if not buckets else (buckets[-1].high or 0) + 1
+        if low != expected or (buckets and buckets[-1].high is None):
+            raise ValueError(f"low: is {low}, must be {expected}: one bucket follows another")
+        buckets.append(TileBucket(low, high, kernel))
+    if not buckets or buckets[-1].high is not None:
+        raise ValueError("buckets: the last one has an upper limit, must have none")
+    return tuple(buckets)
 
-    Integer division gives anything from `m` to `2 * m - 1`; all of that lies inside one bucket of sglang-kernel 0.4.5
-    and 0.4.7.
+
+# Rows per expert up to which a tile of 16 rows, and of 32 rows, is the fastest on average; from there on one of 64. Between two
+# measured counts (8 and 16, 32 or 64 and 128) the geometric mean. The second limit is lower where K is short, since a tile's
+# prologue and epilogue then weigh more (`benchmark/results/h200/gemm_tiles.json`).
+ROWS_OF_16 = 11
+ROWS_OF_32, ROWS_OF_32_SHORT_K, SHORT_K = 90, 45, 2048
+
+
+def tile_preference(rows: float, k: int) -> tuple[tuple[int, int], ...]:
+    """(rows, cluster) of compiled tiles from the one that suits a mean of `rows` best to the one that does least.
+
+    Tiles of 16 rows gain from sharing loads over a cluster of two, those of 64 rows lose by it (3 - 4%).
     """
-
-    steps: tuple[tuple[float, int, bool], ...]
-
-    def step(self, rows: float) -> tuple[int, bool]:
-        for limit, m, as_shipped in self.steps:
-            if rows <= limit:
-                return m, as_shipped
-        raise ValueError(f"rows: no step for {rows}")
+    sixteen, thirty_two, sixty_four = ((16, 2), (16, 1)), ((32, 2), (32, 1)), ((64, 1), (64, 2), (128, 1))
+    if rows <= ROWS_OF_16:
+        return (*sixteen, *thirty_two, *sixty_four)
+    if rows <= (ROWS_OF_32_SHORT_K if k <= SHORT_K else ROWS_OF_32):
+        return (*thirty_two, *sixty_four, *sixteen)
+    return (*sixty_four, *thirty_two, *sixteen)
 
 
-# By (n, k), None for any other shape.
-# (4096, 7168): 16-row tiles in clusters of two up to 11 rows, then 32-row tiles, 64-row tiles from 91 rows.
-# (7168, 2048): the engine's 16-row tile has no bucket of its own; where its call is right it is the fastest up to 11
-# rows.
-# Others: the generic branch's 16-, 32- and 64-row tiles; the first is the one the engine's call takes.
-DEFAULT_RULE: Mapping[tuple[int, int] | None, DefaultRule] = {
-    (4096, 7168): DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
-    (7168, 2048): DefaultRule(((11, 256, True), (45, 256, False), (math.inf, 2048, False))),
-    None: DefaultRule(((11, 16, False), (90, 512, False), (math.inf, 2048, False))),
-}
+def choose_by_rule(
+    n: int, k: int, num_experts: int, padded_rows: int, rows: float, topk: int, branch: Branch | None
+) -> TileChoice:
+    """The tile without a measured table: of those that this version of the kernel has for (n, k), the one that suits the rows.
+
+    Args:
+        branch: what the compiled code chooses for (n, k) (`compiled_tiles.branch`); None for a version that nobody has read:
+            then the engine's own call wherever it is right, since nothing says that another one is faster.
+    """
+    total_rows = num_experts * padded_rows
+    engine_is_right = engine_gemm_is_right(padded_rows, k)
+    if branch is None:
+        if engine_is_right:
+            return engine_choice(num_experts, topk)
+        branch = Branch((), ("unknown",))
+    candidates: dict[tuple[int, int], TileChoice] = {}
+    suits_any: TileChoice | None = None
+    for bucket in buckets_from_limits(branch.limits, branch.tiles):
+        bucket_topk = bucket.topk_for(total_rows)
+        if bucket_topk is None:
+            continue
+        choice = TileChoice(f"{RULE_PREFIX}{bucket.name}", bucket_topk, total_rows // bucket_topk)
+        suits_any = suits_any or choice
+        tile = Tile.of(bucket.kernel or "")
+        # A tile of 64 columns runs 20 - 50% longer than one of 128 with as many rows.
+        if tile is not None and tile.columns >= MIN_TILE_COLUMNS:
+            candidates.setdefault((tile.rows, tile.cluster), choice)
+    if engine_is_right and k % ENGINE_ROW_MULTIPLE == 0:
+        # The engine's call takes the generic branch's tile of 16 rows, whatever (n, k) are.
+        candidates.setdefault((16, 1), engine_choice(num_experts, topk))
+    for tile_of in tile_preference(rows, k):
+        if tile_of in candidates:
+            return candidates[tile_of]
+    assert suits_any is not None, "a bucket without an upper limit is always reached"
+    return suits_any
+
+
+# Of a tile that the rule may take.
+MIN_TILE_COLUMNS = 128
 
 
 def expected_rows_per_expert(expected_m: int | None) -> float:
@@ -256,9 +316,10 @@ def choose_tile(
     expected_m: int | None,
     topk: int,
     table: GemmTileTable | None = None,
+    branch: Branch | None = None,
 ) -> Choice:
     """Tile for one GEMM, or two for experts of few and of many rows: from the measured table or, for a shape it lacks,
-    from `DEFAULT_RULE`.
+    by `choose_by_rule`.
 
     Args:
         n, k: the GEMM's output and input width.
@@ -267,6 +328,7 @@ def choose_tile(
         expected_m: the dispatcher's estimate, constant for one captured graph.
         topk: the model's, used as it is where the engine's own call is kept.
         table: measured table of this GPU and kernel version.
+        branch: what the compiled code of this version chooses for (n, k) on this GPU; None where nobody has read it.
     """
     total_rows = num_experts * padded_rows
     rows = expected_rows_per_expert(expected_m)
@@ -290,11 +352,7 @@ def choose_tile(
                 choice = SplitChoice(few, parts[1], many) if few and many else None
             if choice is not None:
                 return choice
-    m, engine_first = DEFAULT_RULE.get((n, k), DEFAULT_RULE[None]).step(rows)
-    if engine_first and engine_is_right:
-        return engine_choice(num_experts, topk)
-    rule_topk = max(1, total_rows // m)
-    return TileChoice(f"{RULE_PREFIX}m{m}", rule_topk, total_rows // rule_topk)
+    return choose_by_rule(n, k, num_experts, padded_rows, rows, topk, branch)
 
 
 def engine_gemm_is_right(padded_rows: int, k: int = ENGINE_ROW_MULTIPLE) -> bool:
@@ -328,18 +386,76 @@ def kernel_version() -> str | None:
 
 @cache
 def installed_table() -> GemmTileTable | None:
-    """The table for this process's GPU and sglang-kernel; says once in the log which one, or that the rule is used."""
+    """The table for this process's GPU and sglang-kernel; says once in the log which one, or that the rule is used.
+
+    Shapes that the version's own table lacks come from tables of other versions that choose the same tiles for them.
+    """
     gpu, version = tuned_config.gpu_name(), kernel_version()
     if gpu is None or version is None:
-        logger.info("w4afp8: grouped GEMM tiles by the default rule (GPU %s, sglang-kernel %s)", gpu, version)
+        logger.info("w4afp8: grouped GEMM tiles by the rule (GPU %s, sglang-kernel %s)", gpu, version)
         return None
+    shapes: dict[tuple[int, int], ShapeTable] = {}
+    taken: list[str] = []
+    for other in versions_by_nearness(version):
+        table = _table_of(gpu, other)
+        new = {
+            sizes: shape
+            for sizes, shape in (table.shapes if table is not None else {}).items()
+            if sizes not in shapes and same_branch(version, other, gpu, *sizes)
+        }
+        shapes.update(new)
+        if new and other != version:
+            taken.append(f"sglang-kernel {other} for {', '.join(f'{n}x{k}' for n, k in sorted(new))}")
+    if not compiled_tiles.same_tiles(version):
+        logger.warning(
+            "w4afp8: sglang-kernel %s is not among those whose tiles are known (%s): on %s grouped GEMM tiles %s by the rule, "
+            "which takes the engine's own wherever they are right",
+            *(
+                version,
+                ", ".join(compiled_tiles.known_versions()),
+                gpu,
+                "that its table lacks are" if shapes else "are",
+            ),
+        )
+    elif not shapes:
+        logger.info("w4afp8: no table of grouped GEMM tiles for %s and sglang-kernel %s, by the rule", gpu, version)
+    if not shapes:
+        return None
+    if taken:
+        logger.info("w4afp8: grouped GEMM tiles measured with %s, which chooses the same tiles", "; ".join(taken))
+    return GemmTileTable(shapes)
+
+
+def _table_of(gpu: str, version: str) -> GemmTileTable | None:
     return tuned_config.load_tuned(
         TABLE_KIND,
         (gpu, version),
         {"gpu": gpu, "kernel_version": version},
         GemmTileTable.parse,
-        fallback="the default rule for grouped GEMM tiles",
+        fallback="other tables or the rule for grouped GEMM tiles",
+        absent=logging.DEBUG,
     )
+
+
+def versions_by_nearness(version: str) -> list[str]:
+    """This version, then the other known ones from the nearest to the farthest, the newer first of two as near."""
+    known = compiled_tiles.known_versions()
+    if version not in known:
+        return [version]
+    place = known.index(version)
+    others = sorted(
+        (name for name in known if name != version), key=lambda n: (abs(known.index(n) - place), -known.index(n))
+    )
+    return [version, *others]
+
+
+def same_branch(version: str, other: str, gpu: str, n: int, k: int) -> bool:
+    """Whether two versions choose the same tiles for (n, k) on a GPU, for 2-D tensors and for the engine's call."""
+    if version == other:
+        return True
+    mine, theirs = (compiled_tiles.branch(name, gpu, n, k) for name in (version, other))
+    engines = (compiled_tiles.branch(name, gpu, ENGINE_ROW_MULTIPLE, ENGINE_ROW_MULTIPLE) for name in (version, other))
+    return mine is not None and mine == theirs and len(set(engines)) == 1
 
 
 @dataclass(frozen=True)
@@ -516,7 +632,8 @@ def w4a8_grouped_gemm(
 
 @lru_cache(maxsize=4096)
 def _cached_choice(n: int, k: int, num_experts: int, padded_rows: int, expected_m: int | None, topk: int) -> Choice:
-    return choose_tile(n, k, num_experts, padded_rows, expected_m, topk, installed_table())
+    branch = compiled_tiles.branch(kernel_version(), tuned_config.gpu_name(), n, k)
+    return choose_tile(n, k, num_experts, padded_rows, expected_m, topk, installed_table(), branch)
 
 
 def clear_cache() -> None:

@@ -24,7 +24,7 @@ from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import CompiledDispatchDouble
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
 from sglang_w4afp8.srt.layers.moe.cutlass_w4a8_moe import cutlass_w4a8_moe_deepep_ll
-from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import GemmProblem
+from sglang_w4afp8.tune.gemm_tiles import GemmProblem
 
 register_cuda_ci(est_time=90, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=15, suite="base-b-kernel-unit")

@@ -12,15 +12,15 @@ import torch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 from compiled_gemm import real_kernel
+from sglang_w4afp8.kernels.ops.moe import compiled_tiles
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
-    COMPILED_LIMITS,
     CompiledDispatchDouble,
     relative_error,
     w4a8_grouped_gemm_reference,
 )
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
 from sglang_w4afp8.srt.layers.moe.w4a8_gemm import AS_SHIPPED, TileChoice, buckets_from_limits, w4a8_grouped_gemm
-from sglang_w4afp8.srt.layers.moe.w4a8_gemm_tuning import GemmProblem, probe_buckets
+from sglang_w4afp8.tune.gemm_tiles import GemmProblem, probe_buckets
 
 register_cuda_ci(est_time=90, suite="base-b-kernel-unit")
 register_cpu_ci(est_time=20, suite="base-b-kernel-unit")
@@ -112,7 +112,8 @@ def test_padding_rows_are_left_as_they_are(problem, kernel, padded):
 
 @pytest.mark.parametrize("padded", [128, 512, 2048])
 def test_every_bucket_gives_the_same_bytes(problem, kernel, padded):
-    limits = COMPILED_LIMITS.get((problem.n, problem.k), COMPILED_LIMITS[None])
+    # Versions differ in some limits, never in these sizes' being right; the newest one's limits reach a tile each.
+    limits = compiled_tiles.branch("0.4.10", "NVIDIA H200", problem.n, problem.k).limits
     rows = _rows(8, padded)
     live = _live(rows, padded)
     rule = _run(problem, kernel, padded, rows, "rule")[live]
@@ -204,14 +205,19 @@ def test_a_first_call_under_capture_is_right_at_every_replay(problem, kernel):
 
 
 @real_only
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: f"{shape[0]}x{shape[1]}")
-def test_the_dispatch_still_has_buckets_where_the_default_rule_expects_them(kernel, shape):
+@pytest.mark.parametrize("shape", [*SHAPES, (512, 6144), (6144, 256)], ids=lambda shape: f"{shape[0]}x{shape[1]}")
+def test_the_probe_finds_what_was_read_in_the_binary(kernel, shape):
+    """Limits and tiles of the running kernel, from the profiler's names, against those read from the wheels without a GPU."""
     buckets, method, _ = probe_buckets(kernel, *shape, DEVICE)
     if method != "kernel names":
         pytest.skip("no tracing on this machine")
-    # Integer division makes m .. 2m - 1 of the rule's m: all one tile, or the rule would be at the mercy of rounding.
-    for _, m, _ in w4a8_gemm.DEFAULT_RULE[shape].steps:
-        assert any(b.low <= m and (b.high is None or 2 * m - 1 <= b.high) for b in buckets), (m, buckets)
+    found = compiled_tiles.Branch(
+        tuple(bucket.high for bucket in buckets[:-1]), tuple(bucket.kernel for bucket in buckets)
+    )
+    version = w4a8_gemm.kernel_version()
+    versions = [version] if version in compiled_tiles.known_versions() else compiled_tiles.known_versions()
+    known = {compiled_tiles.branch(name, torch.cuda.get_device_name(), *shape) for name in versions}
+    assert found in known, (found, known)
 
 
 if __name__ == "__main__":

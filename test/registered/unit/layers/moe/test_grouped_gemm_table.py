@@ -138,7 +138,11 @@ def test_the_nearest_experts_and_rows_are_taken(tmp_path):
         return table.launches(GPU, n, K, experts, (64, 128), expected_m)[0].num_stages
 
     assert [stages(64, m) for m in (1, 2, 5, 6, 17, 500)] == [3, 3, 3, 5, 5, 5]
-    assert [stages(experts, 2) for experts in (1, 16, 40, 256)] == [2, 2, 3, 3]
+    assert [stages(experts, 2) for experts in (6, 8, 12, 43, 64, 96)] == [2, 2, 2, 3, 3, 3]
+    # No entry serves a layer of more than half as many experts more, or a third fewer: there the rule does.
+    for experts in (1, 5, 13, 16, 42, 97, 256):
+        assert table.shape_launches(GPU, N, K, experts) is None
+        assert table.launches(GPU, N, K, experts, (64, 128), 2) == (table.rule(64, 1, gate_up=True), table.rule(128, 1))
     assert table.shape_launches(GPU, 1024, K, 64) is None
     assert stages(64, 2, n=1024) == table.rule(64, 1).num_stages
 

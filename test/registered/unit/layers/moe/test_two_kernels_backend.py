@@ -5,7 +5,10 @@ grouped GEMM, which reads the engine's layout only, and the small kernels around
 representable at every step, so results are compared with a float64 reference at zero tolerance.
 """
 
+import re
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -319,6 +322,143 @@ write_table((2, 1.01, 1.0), (9, 1.0, 1.0))
 result["gains nothing"] = regrouped(12)
 """
 
+# What `auto` does where no table knows the sizes: both backends are timed, here by a clock that the test sets.
+MEASURED = """
+import pathlib, tempfile
+from sglang_w4afp8.srt.layers.moe import dispatch_cap, measured_choice
+
+tuned_config.user_directory = lambda: pathlib.Path(FOLDER)
+engine_state.dispatch_tokens_cap = lambda: 512
+dispatch_cap.server_load = lambda: dispatch_cap.Load(REQUESTS, None, None)
+measured_choice.refuse_unless_possible = lambda device: None
+measured_choice.TIME_LIMIT_S = 1e9  # the interpreter is slow
+free = [1 << 40]
+measured_choice.free_memory = lambda device: free[0]
+# Microseconds of CUTLASS and of the two kernels; the call is made once, and must leave numbers.
+price = {"cutlass": 2.0, "triton": 1.0}
+timed = []
+
+def medians(providers, repeats):
+    output = providers["call"]()
+    assert output.dtype == torch.bfloat16 and output.shape[0] == E
+    which = "triton" if two_kernels.is_regrouped(measuring[0]) else "cutlass"
+    rows = providers["call"].args[-1]
+    timed.append((which, rows))
+    value = price[which]
+    return {"call": value(rows) if callable(value) else value}
+
+measured_choice.timing.interleaved_medians = medians
+measuring = [None]
+
+def auto(K=512, N=128, values=None, load=None):
+    if load is not None:
+        dispatch_cap.server_load = lambda: dispatch_cap.Load(load, None, None)
+    layer = new_layer(K, N, values)
+    measuring[0] = layer
+    return process(layer)
+
+def anew():
+    two_kernels._measurements.clear()
+    timed.clear()
+"""
+
+MEASURED_LIFE = """
+values = values_of(512, 128)
+expected = engines_memory(values)
+torch.manual_seed(5)
+state = torch.get_rng_state()
+layer = auto(values=values)
+result["wins"] = two_kernels.is_regrouped(layer)
+result["random numbers"] = torch.equal(state, torch.get_rng_state())
+result["timed"] = sorted(set(timed))
+result["first"] = timed[0][0]
+count = len(timed)
+result["second layer"] = [two_kernels.is_regrouped(auto(values=values)), len(timed) - count]
+result["other size"] = [two_kernels.is_regrouped(auto(1024, 128)), len(timed) > count]
+
+anew()
+price["triton"] = 1.995
+loser = auto(values=values)
+result["gains too little"] = [two_kernels.is_regrouped(loser), *same(memory(loser), expected)]
+anew()
+price["triton"] = lambda rows: 1.0 if rows < 9 else 2.1
+loser = auto(values=values)
+result["loses at many rows"] = [two_kernels.is_regrouped(loser), *same(memory(loser), expected)]
+anew()
+clock = [0.0]
+measured_choice.TIME_LIMIT_S = 2.0
+measured_choice.time.monotonic = lambda: clock[0]
+
+def slow(rows):
+    clock[0] += 10.0
+    return 1.0
+
+price.update(cutlass=slow, triton=slow)
+loser = auto(values=values)
+result["out of time"] = [two_kernels.is_regrouped(loser), len(timed), *same(memory(loser), expected)]
+import time
+measured_choice.time.monotonic = time.perf_counter
+anew()
+price.update(cutlass=2.0, triton=1.0)
+free[0] = 1 << 20
+result["no memory"] = [two_kernels.is_regrouped(auto(values=values)), len(timed)]
+anew()
+free[0] = 1 << 40
+
+def broken(providers, repeats):
+    if two_kernels.is_regrouped(measuring[0]):
+        raise RuntimeError("CUDA out of memory")
+    return {"call": 2.0}
+
+measured_choice.timing.interleaved_medians = broken
+loser = auto(values=values)
+result["fails in between"] = [two_kernels.is_regrouped(loser), *same(memory(loser), expected)]
+"""
+
+# Two ranks that share the experts, each with a clock of its own.
+MEASURED_RANK = """
+import torch.distributed as dist
+from sglang.srt.distributed import parallel_state
+
+rank = RANK
+dist.init_process_group("gloo", init_method="file://STORE", rank=rank, world_size=2)
+group = SimpleNamespace(world_size=2, cpu_group=dist.group.WORLD, device_group=dist.group.WORLD)
+parallel_state.get_moe_ep_group = lambda: group
+plain_layer = new_layer
+
+def new_layer(*arguments):
+    layer = plain_layer(*arguments)
+    layer.moe_ep_size, layer.num_experts = 2, 2 * E
+    return layer
+
+def regrouped():
+    anew()
+    return two_kernels.is_regrouped(auto())
+
+result["both win"] = regrouped()
+# The slowest rank counts: here that is the other one of each arm.
+price["triton"] = 1.0 if rank else 1.9
+result["one wins by much"] = regrouped()
+price["triton"] = 1.0 if rank else 2.5
+result["one loses"] = regrouped()
+price["triton"] = 1.0
+free[0] = 1 << (20 if rank else 40)
+result["one cannot measure"] = regrouped()
+free[0] = 1 << 40
+two_kernels.capability = lambda device: (10, 0) if rank else (9, 0)
+result["one is another GPU"] = regrouped()
+two_kernels.capability = lambda device: (9, 0)
+# What one knows from a table both measure.
+if rank:
+    shape = grouped_gemm_table.ShapeLaunches((grouped_gemm_table.MeasuredPair(
+        64, grouped_gemm_table.rule(64, 1, True), grouped_gemm_table.rule(64, 1), 1.0, 2.0),))
+    grouped_gemm_table.shape_launches = lambda *sizes: shape
+result["one has a table"] = [regrouped(), bool(timed)]
+settings["is_ep_joiner"] = True
+result["joins"] = regrouped() if not rank else None
+dist.destroy_process_group()
+"""
+
 # What a server does that nobody has told anything: two layers, by the table of this GPU or without one.
 DEFAULT = """
 two_kernels.capability = lambda device: CAPABILITY
@@ -465,7 +605,9 @@ def test_every_form_of_a_payload_is_served(low_latency, form):
 
 def test_the_log_says_once_what_serves_the_experts(low_latency):
     (line,) = low_latency.lines("experts served")
-    assert line.endswith("sglang-w4afp8: experts served by the Triton grouped GEMMs, tiles of 128 and 128 columns")
+    assert line.endswith(
+        "sglang-w4afp8: experts served by the Triton grouped GEMMs, tiles of 128 and 128 columns (the rule)"
+    )
     (call,) = low_latency.lines("first low-latency call")
     assert "backend=triton" in call
 
@@ -476,16 +618,17 @@ def test_the_same_layer_stays_with_cutlass_if_asked_and_where_no_table_says_othe
     assert done.result["regrouped"] is False
     assert done.result["gemms"] == 2
     assert done.result["fp8"] == [True] * 3
-    assert len(done.lines("experts stay with CUTLASS: no table compares the backends")) == (backend == "auto")
+    reason = "the rows that this server sends are not known"
+    assert len(done.lines(f"experts stay with CUTLASS: {reason}")) == (backend == "auto")
 
 
 @pytest.mark.parametrize(
     "capability, gpu, reason",
     [
-        ((10, 0), "NVIDIA B200", "the weights are on a GPU of capability 10.0, not on Hopper"),
-        ((9, 0), "NVIDIA H100 80GB HBM3", "no table compares the backends at N 128, K 512"),
+        ((10, 0), "NVIDIA B200", r"the weights are on a GPU of capability 10\.0, not on Hopper"),
+        ((9, 0), "NVIDIA H100 80GB HBM3", r"the rows that this server sends are not known \(.+\)"),
     ],
-    ids=["unsupported", "no table"],
+    ids=["unsupported", "nothing published"],
 )
 def test_by_default_such_a_server_starts_on_the_cutlass_chain_and_says_why_in_one_line(stub, capability, gpu, reason):
     """In strict mode too: which backend serves a layer is no patch that could be missing."""
@@ -495,7 +638,7 @@ def test_by_default_such_a_server_starts_on_the_cutlass_chain_and_says_why_in_on
     assert (done.result["first layer"], done.result["regrouped"], done.result["gemms"]) == (False, False, 2)
     assert done.result["fp8"] == [True] * 3
     (line,) = done.lines("experts ")
-    assert line.startswith("INFO:") and line.endswith(f"sglang-w4afp8: experts stay with CUTLASS: {reason}")
+    assert re.fullmatch(rf"INFO:.*sglang-w4afp8: experts stay with CUTLASS: {reason}", line)
     assert done.lines("two_kernels_") == []  # nor a word about a file that most GPUs do not have
     (call,) = done.lines("first low-latency call")
     assert "backend=cutlass" in call
@@ -631,6 +774,103 @@ def test_auto_and_the_default_regroup_what_the_table_shows_to_be_faster_at_the_s
     }
 
 
+# --- measured at load ---
+
+
+def measured(stub, tmp_path, code, requests=24, **environ):
+    script = MEASURED.replace("FOLDER", repr(str(tmp_path))).replace("REQUESTS", str(requests))
+    return run(stub, script + code, "auto", **environ)
+
+
+@pytest.fixture(scope="module")
+def at_load(stub: Path, tmp_path_factory: pytest.TempPathFactory) -> Process:
+    return measured(stub, tmp_path_factory.mktemp("home"), MEASURED_LIFE)
+
+
+def test_without_a_table_both_backends_are_timed_once_a_size_and_the_faster_serves(at_load):
+    found = at_load.result
+    assert found["wins"] is True and found["first"] == "cutlass"
+    # Up to 24 requests of two experts each over three experts are 17 expected rows.
+    assert found["timed"] == [[which, rows] for which in ("cutlass", "triton") for rows in (2, 5, 17)]
+    assert found["second layer"] == [True, 0]
+    assert found["other size"] == [True, True]
+    assert found["random numbers"] is True
+
+
+@pytest.mark.parametrize("case", ["gains too little", "loses at many rows", "fails in between"])
+def test_the_weights_of_a_loser_are_the_engines_byte_for_byte(at_load, case):
+    assert at_load.result[case] == [False, True, True, True, True]
+
+
+def test_time_and_memory_are_bounded_and_cutlass_serves_what_they_do_not_allow(at_load):
+    regrouped, timed, *memory = at_load.result["out of time"]
+    # One count a backend; the most rows that the server sends are not among them.
+    assert (regrouped, timed, memory) == (False, 2, [True] * 4)
+    assert at_load.result["no memory"] == [False, 0]
+
+
+def test_the_log_says_what_was_measured_and_what_was_chosen(at_load):
+    (won, *_) = at_load.lines("INFO:", "N 128, K 512, 3 experts: measured in ")
+    assert "us of CUTLASS and of the two kernels at 2 expected rows 2 and 1; 5 expected rows 2 and 1; 17" in won
+    assert at_load.lines("experts served by", "(measured at load, tiles by the rule)")
+    for reason in ("it takes ", "RuntimeError: CUDA out of memory"):
+        assert at_load.lines("WARNING:", f"3 experts: not measured: {reason}")
+        assert at_load.lines("experts stay with CUTLASS: measured at load at N 128, K 512, 3 experts: " + reason)
+    assert at_load.lines(
+        "stay with CUTLASS: measured at load at N 128, K 512, 3 experts: the two kernels were not faster"
+    )
+    assert at_load.lines("first low-latency call") == []  # a measurement is none
+
+
+def test_a_measured_layer_computes_the_same_values(stub, tmp_path):
+    done = measured(stub, tmp_path, LOW_LATENCY.replace("process(new_layer(values=values))", "auto(values=values)"))
+    assert done.result["regrouped"] is True
+    assert done.result["fp8"] == done.result["no estimate"] == [True] * 3
+    (call,) = done.lines("first low-latency call")
+    assert "backend=triton" in call and "expected_m=9" in call
+
+
+def test_a_switch_turns_measuring_off(stub, tmp_path):
+    code = 'result["regrouped"] = two_kernels.is_regrouped(auto())\nresult["timed"] = timed\n'
+    done = measured(stub, tmp_path, code, SGLANG_W4AFP8_MEASURE="0")
+    assert done.result == {"regrouped": False, "timed": []}
+    reason = "no table compares the backends at N 128, K 512, 3 experts up to 17 expected rows"
+    assert done.lines(
+        f"INFO:sglang_w4afp8.srt.layers.moe.two_kernels:sglang-w4afp8: experts stay with CUTLASS: {reason}"
+    )
+
+
+def test_without_a_gpu_or_inside_a_capture_nothing_is_timed(stub, tmp_path):
+    code = (
+        'import importlib\nimportlib.reload(measured_choice)\nresult["regrouped"] = two_kernels.is_regrouped(auto())\n'
+    )
+    done = measured(stub, tmp_path, code)
+    assert done.result == {"regrouped": False}
+    assert done.lines("WARNING:", "not measured: the weights are on no GPU")
+
+
+def test_ranks_that_share_experts_choose_alike(stub, tmp_path):
+    found = two_ranks(
+        lambda rank: measured(
+            stub, tmp_path, MEASURED_RANK.replace("RANK", str(rank)).replace("STORE", str(tmp_path / "store"))
+        )
+    )
+    joins = [result.pop("joins") for result in found]
+    assert (
+        found[0]
+        == found[1]
+        == {
+            "both win": True,
+            "one wins by much": True,
+            "one loses": False,
+            "one cannot measure": False,
+            "one is another GPU": False,
+            "one has a table": [True, True],
+        }
+    )
+    assert joins == [False, None]  # a rank that joins others that serve waits for nobody
+
+
 # --- prefill ---
 
 
@@ -646,20 +886,17 @@ def test_prefill_on_a_regrouped_layer_is_right(stub):
 # --- ranks ---
 
 
+def two_ranks(one: Callable[[int], Process]) -> list[dict]:
+    """What two processes found that ran side by side."""
+    with ThreadPoolExecutor(2) as pool:
+        return [done.result for done in pool.map(one, range(2))]
+
+
 def test_with_load_balancing_ranks_regroup_alike_or_not_at_all(stub, tmp_path):
-    import threading
+    def one(rank: int) -> Process:
+        return run(stub, RANK.replace("RANK", str(rank)).replace("STORE", str(tmp_path / "store")))
 
-    results: list[dict] = [{}, {}]
-
-    def one(rank: int) -> None:
-        code = RANK.replace("RANK", str(rank)).replace("STORE", str(tmp_path / "store"))
-        results[rank] = run(stub, code).result
-
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results = two_ranks(one)
     joins = [result.pop("joins") for result in results]
     assert results == [{"same": True, "other tiles": False, "other GPU": False}] * 2
     assert joins == [None, False]  # a rank that joins others that serve has nobody to agree with

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from sglang.test.ci.ci_register import register_cpu_ci
 
 from sglang_w4afp8 import tuned_config
+from sglang_w4afp8.kernels.ops.moe import compiled_tiles
+from sglang_w4afp8.kernels.ops.moe.compiled_tiles import Branch, Tile
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
-    COMPILED_LIMITS,
     CompiledDispatchDouble,
     deinterleave_scales,
     dequantize_weight,
@@ -30,7 +31,6 @@ from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     w4a8_grouped_gemm_reference,
 )
 from sglang_w4afp8.srt.layers.moe import w4a8_gemm
-from sglang_w4afp8.srt.layers.moe import w4a8_gemm_tuning as tuning
 from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
     AS_SHIPPED,
     GemmTileTable,
@@ -38,6 +38,7 @@ from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
     TileBucket,
     TileChoice,
     buckets_from_limits,
+    choose_by_rule,
     choose_tile,
     engine_gemm_takes_expected_rows,
     expert_row_offsets,
@@ -45,6 +46,8 @@ from sglang_w4afp8.srt.layers.moe.w4a8_gemm import (
     w4a8_grouped_gemm,
     warn_if_engine_gemm_is_wrong,
 )
+from sglang_w4afp8.tune import gemm_tiles as tuning
+from sglang_w4afp8.tune.sizes import MODELS
 
 register_cpu_ci(est_time=40, suite="base-a-test-cpu")
 
@@ -336,7 +339,27 @@ def test_operands_that_do_not_belong_together_are_refused():
 
 # ---- buckets and their topk
 
-EVERY_LIMITS = sorted({*COMPILED_LIMITS.values(), (4, 32, 64, 256, 1024, 4096)})
+GPUS = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
+# Both GEMMs of every model in the survey, whole and cut over eight ranks.
+SERVED = sorted(
+    {
+        pair
+        for m in MODELS.values()
+        for n in (m.inner, m.inner // 8)
+        for pair in tuning.gemm_shapes(n, m.hidden)
+        if n % 128 == 0
+    }
+)
+BRANCHES = sorted(
+    {
+        compiled_tiles.branch(version, gpu, *shape)
+        for version in compiled_tiles.known_versions()
+        for gpu in GPUS
+        for shape in SERVED
+    },
+    key=repr,
+)
+EVERY_LIMITS = sorted({branch.limits for branch in BRANCHES} | {(4, 32, 64, 256, 1024, 4096)})
 
 
 def test_names_of_buckets():
@@ -366,34 +389,97 @@ def test_topk_is_found_whenever_there_is_one(total, low, width):
     assert bucket.topk_for(total) == (possible[0] if possible else None)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:2], None])
-@pytest.mark.parametrize(
-    ("rows", "m"),
-    [(1, 16), (8, 16), (11, 16), (12, 512), (16, 512), (32, 512), (64, 512), (128, 2048), (100_000, 2048)],
-)
-def test_the_default_rule_stays_inside_one_bucket_for_every_buffer(shape, rows, m):
-    n, k = shape or (4096, 3584)
-    limits = COMPILED_LIMITS[shape]
-    if shape == (7168, 2048):
-        m = {16: 256, 512: 256}.get(m, m) if rows < 46 else 2048
-    wanted = sum(m > limit for limit in limits)
-    for experts in range(1, 385):
-        for padded in (64, 128, 256, 384, 640):
-            choice = choose_tile(n, k, experts, padded, rows + 1, topk=8)
-            assert choice.m == experts * padded // choice.topk
-            if experts * padded >= m:
-                assert sum(choice.m > limit for limit in limits) == wanted, (experts, padded, choice)
+def tile_of(choice, branch):
+    """The compiled tile that a choice gets: of the branch, or of the generic one that the engine's call takes."""
+    label = compiled_tiles.branch("0.4.10", None, 512, 512).tiles[0] if choice.as_shipped else branch.tile_at(choice.m)
+    return Tile.of(label)
 
 
-def test_the_default_rule_keeps_the_engines_call_only_where_it_is_right_and_fastest():
-    def name(padded, rows, n=7168, k=2048):
-        return choose_tile(n, k, 64, padded, rows + 1, topk=8).name
+@pytest.mark.parametrize("rows", [1, 8, 11, 12, 16, 32, 64, 128, 256, 100_000])
+@pytest.mark.parametrize("branch", BRANCHES, ids=lambda branch: "-".join(map(str, branch.limits)))
+def test_the_rule_takes_a_tile_of_the_rows_that_suit_wherever_the_version_has_one(branch, rows):
+    """For every version, GPU and shape that is served, every number of experts and every buffer."""
+    k = 7168 if any("x512_" in tile for tile in branch.tiles) else 640
+    wanted = 16 if rows <= 11 else 32 if rows <= (90 if k > 2048 else 45) else 64
+    for experts in (1, 4, 8, 12, 16, 18, 20, 24, 32, 36, 48, 64, 128, 256):
+        for padded in (64, 128, 384, 512, 1024):
+            choice = choose_by_rule(4096, k, experts, padded, rows, 8, branch)
+            reachable = [
+                Tile.of(bucket.kernel)
+                for bucket in buckets_from_limits(branch.limits, branch.tiles)
+                if bucket.topk_for(experts * padded) is not None
+            ]
+            if w4a8_gemm.engine_gemm_is_right(padded, k) and k % 512 == 0:
+                reachable.append(Tile.of("co_128x16x512_c1x1x1_s5"))
+            suiting = {tile.rows for tile in reachable if tile.columns >= w4a8_gemm.MIN_TILE_COLUMNS}
+            if wanted in suiting:
+                assert tile_of(choice, branch).rows == wanted, (experts, padded, choice)
+            if not choice.as_shipped:
+                assert choice.m == experts * padded // choice.topk
 
-    assert name(512, 8) == AS_SHIPPED
-    assert name(1024, 1) == AS_SHIPPED
-    assert name(384, 8) == "rule:m256"
-    assert name(512, 16) == "rule:m256"
-    assert name(512, 8, 4096, 7168) == "rule:m16"
+
+def test_the_rule_for_short_k_leaves_the_tile_of_32_rows_earlier():
+    branch = compiled_tiles.branch("0.4.10", "NVIDIA H200", 7168, 2048)
+    taken = [tile_of(choose_by_rule(7168, 2048, 64, 512, rows, 8, branch), branch).rows for rows in (12, 45, 46, 90)]
+    assert taken == [32, 32, 64, 64]
+
+
+def test_the_rule_keeps_the_engines_call_only_where_it_is_right_and_no_cluster_shares_the_loads():
+    def name(n, k, padded, rows, version="0.4.10", gpu="NVIDIA H200"):
+        return choose_tile(n, k, 64, padded, rows + 1, 8, branch=compiled_tiles.branch(version, gpu, n, k)).name
+
+    assert name(7168, 2048, 512, 8) == AS_SHIPPED
+    assert name(7168, 2048, 1024, 1) == AS_SHIPPED
+    assert name(7168, 2048, 384, 8) == "rule:m9-512"  # no tile of 16 rows without the engine's call
+    assert name(7168, 2048, 512, 16) == "rule:m9-512"
+    assert name(4096, 7168, 512, 8) == "rule:m5-32"
+    # GLM's sizes have branches of their own from 0.4.9 on, on the H200 alone.
+    assert name(4096, 6144, 512, 8) == "rule:m1-256"
+    assert name(4096, 6144, 512, 32) == "rule:m257-1024"
+    assert name(4096, 6144, 512, 8, "0.4.7") == name(4096, 6144, 512, 8, "0.4.10", GPUS[1]) == "rule:m1-32"
+    assert name(4096, 6144, 512, 32, "0.4.7") == "rule:m33-1024"
+
+
+@pytest.mark.parametrize("rows", [1, 16, 128])
+def test_a_version_that_nobody_has_read_gets_the_engines_own_call_wherever_it_is_right(rows):
+    assert choose_by_rule(4096, 7168, 64, 512, rows, 8, None).as_shipped
+    choice = choose_by_rule(4096, 7168, 64, 384, rows, 8, None)
+    assert not choice.as_shipped and choice.m >= 1
+
+
+def test_a_table_of_another_version_serves_only_the_shapes_whose_tiles_are_the_same(monkeypatch, tmp_path, caplog):
+    entry = {**TABLE["shapes"][0], "choices": [{"experts": 8, "rows": 1, "order": ["m33+"]}]}
+    glm, deepseek = ({**entry, "n": n, "k": k} for n, k in ((4096, 6144), (4096, 7168)))
+    monkeypatch.setattr(tuned_config, "user_directory", lambda: tmp_path)
+    monkeypatch.setattr(tuned_config, "SHIPPED_DIRECTORY", tmp_path)
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "NVIDIA H200")
+    metadata = {"gpu": "NVIDIA H200", "triton": "3.6.0", "package_version": "0.1.0", "kernel_version": "0.4.7"}
+    path = tmp_path / tuned_config.file_name(w4a8_gemm.TABLE_KIND, "NVIDIA H200", "0.4.7")
+    tuned_config.write_tuned(path, metadata, {"shapes": [glm, deepseek]})
+
+    def shapes(version):
+        tuned_config._cache.clear()
+        w4a8_gemm.clear_cache()
+        monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: version)
+        table = w4a8_gemm.installed_table()
+        return set(table.shapes) if table else set()
+
+    both = {(4096, 6144), (4096, 7168)}
+    assert {version: shapes(version) for version in compiled_tiles.known_versions()} == {
+        **dict.fromkeys(("0.4.2.post2", "0.4.3", "0.4.4", "0.4.5", "0.4.6.post1", "0.4.7"), both),
+        **dict.fromkeys(("0.4.9", "0.4.10"), {(4096, 7168)}),
+    }
+    with caplog.at_level(logging.INFO):
+        assert shapes("0.4.9") == {(4096, 7168)}
+        assert shapes("0.5.0") == set()
+    assert "measured with sglang-kernel 0.4.7 for 4096x7168, which chooses the same tiles" in caplog.text
+    assert "sglang-kernel 0.5.0 is not among those whose tiles are known" in caplog.text
+
+
+def test_the_nearest_version_comes_first_and_the_newer_of_two_as_near():
+    assert w4a8_gemm.versions_by_nearness("0.4.5")[:4] == ["0.4.5", "0.4.6.post1", "0.4.4", "0.4.7"]
+    assert w4a8_gemm.versions_by_nearness("0.4.10")[:3] == ["0.4.10", "0.4.9", "0.4.7"]
+    assert w4a8_gemm.versions_by_nearness("9.9.9") == ["9.9.9"]
 
 
 def test_the_estimate_is_one_above_the_mean():
@@ -448,7 +534,10 @@ def test_a_bucket_that_cannot_be_reached_gives_way_to_the_next_best():
 
 
 def test_a_shape_that_the_table_lacks_is_chosen_by_the_rule():
-    assert choose_tile(32, 512, 8, 512, 17, 8, GemmTileTable.parse(TABLE)) == choose_tile(32, 512, 8, 512, 17, 8)
+    branch = Branch((32,), ("co_128x16x512_c1x1x1_s5", "co_128x32x512_c1x1x1_s4"))
+    by_rule = choose_by_rule(32, 512, 8, 512, 16, 8, branch)
+    assert choose_tile(32, 512, 8, 512, 17, 8, GemmTileTable.parse(TABLE), branch) == by_rule
+    assert by_rule.name == "rule:m33+"
 
 
 @given(st.integers(1, 512), st.sampled_from(PADDED), st.integers(0, 5000))
@@ -506,18 +595,20 @@ def test_the_installed_table_serves_where_gpu_and_kernel_match(tmp_path, monkeyp
     tuned_config._cache.clear()
 
 
-def test_without_a_table_one_warning_names_the_rule(monkeypatch, caplog, tmp_path):
+@pytest.mark.parametrize("version, level", [("0.4.10", logging.INFO), ("9.9.9", logging.WARNING)])
+def test_without_a_table_one_line_names_the_rule(monkeypatch, caplog, tmp_path, version, level):
+    """A warning where nobody has read what the version's tiles are: the engine's own are then all that is sure."""
     monkeypatch.setattr(tuned_config, "user_directory", lambda: tmp_path)
-    monkeypatch.setattr(tuned_config, "gpu_name", lambda: "NVIDIA H300")
-    monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: "9.9.9")
+    monkeypatch.setattr(tuned_config, "gpu_name", lambda index=None: "NVIDIA H300")
+    monkeypatch.setattr(w4a8_gemm, "kernel_version", lambda: version)
     tuned_config._cache.clear()
     problem = Problem(n=16, k=512, padded=128, rows=[1, 2])
-    for expected_m in (1, 2, 50):
-        problem.run(CompiledDispatchDouble(), expected_m=expected_m)
-    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1
-    assert "gemm_tiles_nvidia_h300_9.9.9.json" in warnings[0]
-    assert "default rule" in warnings[0]
+    with caplog.at_level(logging.INFO):
+        for expected_m in (1, 2, 50):
+            problem.run(CompiledDispatchDouble(), expected_m=expected_m)
+    lines = [record for record in caplog.records if "NVIDIA H300" in record.getMessage()]
+    assert [record.levelno for record in lines] == [level]
+    assert "by the rule" in lines[0].getMessage() and version in lines[0].getMessage()
     assert problem.out.equal(problem.expected())
 
 

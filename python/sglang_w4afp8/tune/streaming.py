@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from sglang_w4afp8 import tuned_config
 from sglang_w4afp8.bench import streaming
-from sglang_w4afp8.bench.measure import capture, interleaved_medians, launches_for, replay_us, run_metadata
+from sglang_w4afp8.bench.measure import run_metadata
 from sglang_w4afp8.bench.report import geometric_mean
 from sglang_w4afp8.kernels.ops.moe import ep_moe_kernels as ours
 from sglang_w4afp8.kernels.ops.moe import launch_table
 from sglang_w4afp8.kernels.ops.moe.launch_table import MeasuredLaunch
+from sglang_w4afp8.timing import capture, interleaved_medians, launches_for, replay_us
 
 ROUTINGS = ("even", "random", "skew16")
 # (row_block, scale groups or columns, warps) that were among the best of wider searches on an H200: up to 16 rows per expert,

@@ -1,4 +1,4 @@
-"""Measuring the grouped GEMM's tiles: probe, sweep, choice. Behind `sglang-w4afp8 tune` and `benchmark/gemm_tiles.py`.
+"""Measuring the grouped GEMM's tiles: probe, sweep, choice. Behind `sglang-w4afp8 tune gemm` and `benchmark/gemm_tiles.py`.
 
 1. `probe_buckets` finds which `m` lead to which compiled tile. The profiler's kernel names tell tiles apart exactly;
    one expert and one row are enough, since the dispatch only looks at sizes.
@@ -15,7 +15,6 @@ where there are more than the cell needs, so that weights come from memory as in
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import random
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from sglang_w4afp8 import __version__, tuned_config
+from sglang_w4afp8.kernels.ops.moe.compiled_tiles import tile_label
 from sglang_w4afp8.kernels.ops.moe.w4a8_reference import (
     GROUP_SIZE,
     deinterleave_scales,
@@ -152,69 +152,6 @@ class GemmProblem:
 
 
 # ---- probe
-
-
-_BASE36 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_MANGLED = re.compile(
-    r"WarpSpecializedMixedInputILi(?P<stages>\d+)ENS\w_IJ(?P<cluster>.*?)EEENS\w_\d+Kernel\w+?EEENS\w_IJ(?P<tile>.*?)EEENS\w_IJ"
-)
-_PLAIN = re.compile(
-    r"WarpSpecializedMixedInput<\s*(?:\(int\))?(?P<stages>\d+),\s*cute::tuple<(?P<cluster>[^K]*?)>\s*,"
-    r"[^<]*?cute::tuple<(?P<tile>[^K]*?)>\s*>?\s*,\s*cute::tuple<"
-)
-_CONSTANT = re.compile(r"NS\w_1CILi(\d+)EE|NS(\w)_ILi(\d+)EE|S(\w)_")
-
-
-def tile_label(kernel_name: str) -> str:
-    """Short name of a compiled tile, `co_128x32x512_c2x1x1_s4` (schedule, tile, cluster, stages), from the kernel's
-    name.
-
-    Takes demangled names and mangled ones (common demanglers give up on this kernel). A name that is not recognised
-    gives a
-    digest: still exact for telling tiles apart.
-    """
-    schedule = next((short for word, short in (("Pingpong", "pp"), ("Cooperative", "co")) if word in kernel_name), None)
-    sizes: tuple[str, list[int], list[int]] | None = None
-    if found := _PLAIN.search(kernel_name):
-        cluster, tile = (
-            [int(x) for x in re.findall(r"<(?:\(int\))?(\d+)", found[part])] for part in ("cluster", "tile")
-        )
-        sizes = found["stages"], cluster, tile
-    elif found := _MANGLED.search(kernel_name):
-        sizes = _mangled_sizes(found)
-    if schedule is None or sizes is None or len(sizes[1]) != 3 or len(sizes[2]) != 3:
-        return "kernel_" + hashlib.sha1(kernel_name.encode()).hexdigest()[:10]
-    stages, cluster, tile = sizes
-    return f"{schedule}_{'x'.join(map(str, tile))}_c{'x'.join(map(str, cluster))}_s{stages}"
-
-
-def _mangled_sizes(found: re.Match[str]) -> tuple[str, list[int], list[int]] | None:
-    """Stages, cluster and tile of a mangled name: resolves the back-references (`SH_`) among its integral constants.
-
-    Every constant that is new takes the next reference number, after the number of the template itself; the cluster's
-    tuple, the schedule and the mainloop take one each before the tile.
-    """
-    template = re.search(r"NS(\w)_ILi", found["cluster"] + found["tile"])
-    if template is None:
-        return None
-    next_reference = _BASE36.index(template[1]) + 1
-    known: dict[int, int] = {}
-    tuples: list[list[int]] = []
-    for part in (found["cluster"], found["tile"]):
-        values = []
-        for first, _, later, back in _CONSTANT.findall(part + "E"):
-            if back:
-                value = known.get(_BASE36.index(back))
-                if value is None:
-                    return None
-            else:
-                value = int(first or later)
-                known[next_reference] = value
-                next_reference += 1
-            values.append(value)
-        next_reference += 3
-        tuples.append(values)
-    return found["stages"], tuples[0], tuples[1]
 
 
 def kernel_names(calls: Sequence[Callable[[], None]], device: torch.device) -> list[str] | None:
@@ -661,6 +598,11 @@ def table_metadata(gpu: str, version: str) -> dict[str, str]:
     }
 
 
+def _set_up(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What must be equal for a run to go on with another's measurements: not the day."""
+    return {name: value for name, value in metadata.items() if name != "created"}
+
+
 def table_path(directory: Path, gpu: str, version: str) -> Path:
     """Where the table of one GPU and sglang-kernel version lies."""
     return directory / tuned_config.file_name(w4a8_gemm.TABLE_KIND, gpu, version)
@@ -668,7 +610,13 @@ def table_path(directory: Path, gpu: str, version: str) -> Path:
 
 # ---- sweep
 
-DEEPSEEK_SHAPES = ((4096, 7168), (7168, 2048))
+
+def gemm_shapes(inner: int, hidden: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(n, k) of the two GEMMs of a layer with intermediate size N and hidden size K."""
+    return (2 * inner, hidden), (hidden, inner)
+
+
+DEEPSEEK_SHAPES = gemm_shapes(2048, 7168)
 # Padded rows as deployments have them (experts x rows of one rank), but never a size where the engine's call is wrong.
 PADDED_ROWS = {8: 2048, 16: 1024, 32: 1024, 64: 512, 128: 512, 256: 512}
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -829,7 +777,7 @@ def tune_gemm(
     run: dict[str, Any] = {}
     if keep and measured.is_file():
         kept = json.loads(measured.read_text(encoding="utf-8"))
-        run = kept["run"] if kept["metadata"] == metadata else {}
+        run = kept["run"] if _set_up(kept["metadata"]) == _set_up(metadata) else {}
 
     def record(cell: Cell, stage: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
