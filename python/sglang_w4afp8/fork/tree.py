@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
+import glob
 import hashlib
 import json
 import os
@@ -16,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sglang_w4afp8 import __version__, guard, plugin
 from sglang_w4afp8.fork import edits, suites
@@ -25,6 +27,8 @@ from sglang_w4afp8.fork.source import ForkError, Source, same
 RECORD_FOLDER = ".sglang_w4afp8_fork"
 _MANIFEST = "manifest.json"
 _ORIGINALS = "originals"
+# Ending of what is written beside a file before it takes its place.
+_STAGED = ".tmp"
 
 _DISPATCHER = "sglang.srt.layers.moe.token_dispatcher.deepep"
 
@@ -62,12 +66,15 @@ class Change:
         """Whether the file must be written: it is not what it would become, formatting and comments aside."""
         if self.before is None:
             return True
-        if self.before == self.after:
-            return False
-        try:
-            return not same(ast.parse(self.before), ast.parse(self.after))
-        except (SyntaxError, ValueError):
-            return True
+        return self.before != self.after and not _same_code(self.before, self.after)
+
+
+@functools.lru_cache(maxsize=64)
+def _same_code(first: bytes, second: bytes) -> bool:
+    try:
+        return same(ast.parse(first), ast.parse(second))
+    except (SyntaxError, ValueError):
+        return False
 
 
 def _targets() -> dict[str, plugin.Target]:
@@ -110,12 +117,17 @@ def _read(tree: EngineTree, module: str) -> tuple[Path, Source]:
     path = guard.module_file(module, [tree.package])
     if path is None:
         raise ForkError(f"{module}: expected this module in {tree.package}, found none")
+    _refuse_links(tree, path)
+    return path, Source(module, path.read_bytes())
+
+
+def _refuse_links(tree: EngineTree, path: Path) -> None:
+    """Refuse a path below the tree that a symbolic link leads somewhere else from: nothing outside of it is ever touched."""
     for part in (path, *path.parents):
         if part == tree.root:
             break
         if part.is_symlink():
             raise ForkError(f"{tree.shown(part)}: is a symbolic link; name the tree that it leads to")
-    return path, Source(module, path.read_bytes())
 
 
 def _check_version(tree: EngineTree, any_version: bool) -> None:
@@ -200,9 +212,22 @@ def _test_changes(tree: EngineTree, kernels_module: str) -> list[Change]:
     changes = []
     for suite in found:
         path = tree.root / "test" / "registered" / suite.path
+        _refuse_links(tree, path)
         before = path.read_bytes() if path.is_file() else None
         changes.append(Change(path, before, suites.suite_file(suite, kernels_module, lanes)))
     return changes
+
+
+def _written_paths(tree: EngineTree) -> list[Path]:
+    """Every file of the engine that a run may write, as far as the tree has them."""
+    modules = {home.module for target in _targets().values() for home in target.homes}
+    found = [guard.module_file(module, [tree.package]) for module in sorted(modules)]
+    paths = [path for path in found if path is not None]
+    if tree.checkout:
+        paths += [tree.root / "test" / "registered" / suite.path for suite in suites.suites()]
+    for path in paths:
+        _refuse_links(tree, path)
+    return paths
 
 
 def in_tree_versions(tree: EngineTree) -> dict[str, str | None]:
@@ -217,10 +242,21 @@ def in_tree_versions(tree: EngineTree) -> dict[str, str | None]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the record knows of one file: hashes before (None: there was none) and after."""
+    """What the record knows of one file.
+
+    Attributes:
+        before: hash of the file before our first change; None where there was none.
+        after: hash of what we wrote, or were about to write when a run was killed.
+        previous: hash of what an earlier run of ours had left there, while it is being replaced; None otherwise.
+    """
 
     before: str | None
     after: str
+    previous: str | None = None
+
+    def ours(self, digest: str | None) -> bool:
+        """Whether we wrote the file that has this hash."""
+        return digest is not None and digest in (self.after, self.previous)
 
 
 class Record:
@@ -230,6 +266,8 @@ class Record:
         self.tree = tree
         self.folder = tree.root / RECORD_FOLDER
         manifest = self.folder / _MANIFEST
+        for path in (manifest, self.folder / _ORIGINALS, self.folder / ".gitignore"):
+            _refuse_links(tree, path)
         self.entries: dict[str, Entry] = {}
         if manifest.is_file():
             try:
@@ -237,6 +275,18 @@ class Record:
                 self.entries = {name: Entry(**entry) for name, entry in data["files"].items()}
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ForkError(f"{tree.shown(manifest)}: cannot be read ({error})") from error
+        for name in self.entries:
+            parts = PurePosixPath(name).parts
+            # A manifest is a file like any other, and somebody else may have written it.
+            if (
+                not parts
+                or PurePosixPath(name).is_absolute()
+                or ".." in parts
+                or PurePosixPath(name).as_posix() != name
+            ):
+                raise ForkError(f"{tree.shown(manifest)}: names {name!r}, must be the path of a file below the tree")
+            for path in (tree.root / name, self.folder / _ORIGINALS / name):
+                _refuse_links(tree, path)
 
     def original(self, name: str) -> bytes | None:
         """The recorded bytes of a file; None where there was none.
@@ -253,17 +303,36 @@ class Record:
             raise ForkError(f"{self.tree.shown(path)}: is not what was recorded")
         return data
 
-    def written(self, entries: Mapping[str, tuple[bytes | None, bytes]]) -> dict[Path, bytes]:
-        """Files of a record that holds ``entries``: name -> (before, after)."""
-        files = {self.folder / ".gitignore": b"*\n"}
-        manifest: dict[str, dict[str, str | None]] = {}
-        for name, (before, after) in sorted(entries.items()):
-            manifest[name] = {"before": None if before is None else _hash(before), "after": _hash(after)}
+    def written(self, entries: Mapping[str, tuple[bytes | None, bytes]]) -> dict[Path, bytes | None]:
+        """Files of a record that holds ``entries``: name -> (before, after).
+
+        The manifest comes last. Until :meth:`settle` it also says what of ours stood in a file's place.
+        """
+        files: dict[Path, bytes | None] = {self.folder / ".gitignore": b"*\n"}
+        recorded: dict[str, Entry] = {}
+        for name, (before, after) in entries.items():
+            known, current = self.entries.get(name), _current(self.tree.root / name)
+            digest = None if current is None else _hash(current)
+            replaced = digest if known is not None and known.ours(digest) and digest != _hash(after) else None
+            recorded[name] = Entry(None if before is None else _hash(before), _hash(after), replaced)
             if before is not None:
                 files[self.folder / _ORIGINALS / name] = before
-        text = json.dumps({"version": __version__, "files": manifest}, indent=1)
-        files[self.folder / _MANIFEST] = f"{text}\n".encode()
+        files[self.folder / _MANIFEST] = _manifest(recorded)
         return files
+
+    def settle(self) -> None:
+        """Say that every file is what was to be written; nothing where the manifest says so already."""
+        if any(entry.previous is not None for entry in self.entries.values()):
+            settled = {name: Entry(entry.before, entry.after) for name, entry in self.entries.items()}
+            _write_all({self.folder / _MANIFEST: _manifest(settled)})
+
+
+def _manifest(entries: Mapping[str, Entry]) -> bytes:
+    files = {
+        name: {field: value for field, value in vars(entry).items() if field != "previous" or value is not None}
+        for name, entry in sorted(entries.items())
+    }
+    return f"{json.dumps({'version': __version__, 'files': files}, indent=1)}\n".encode()
 
 
 def _refuse_record_elsewhere(tree: EngineTree) -> None:
@@ -292,7 +361,7 @@ def _recorded_originals(tree: EngineTree, record: Record) -> tuple[dict[Path, by
     for name, entry in record.entries.items():
         current = _current(tree.root / name)
         digest = None if current is None else _hash(current)
-        if digest == entry.after:
+        if entry.ours(digest):
             originals[tree.root / name] = record.original(name)
         elif digest != entry.before:
             changed.append(name)
@@ -311,10 +380,12 @@ def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> li
         OSError: a file cannot be written; those written before it are as they were.
     """
     record = Record(tree)
+    _discard_leftovers(tree, record)
     originals, changed = _recorded_originals(tree, record)
     # First as the files are: what somebody changed since may carry the change all the same.
     changes = [change for change in plan(tree, tests, any_version) if change.needed]
     if not changes:
+        record.settle()
         return []
     if not record.entries:
         _refuse_record_elsewhere(tree)
@@ -334,8 +405,9 @@ def apply(tree: EngineTree, tests: bool = True, any_version: bool = False) -> li
         name = tree.shown(change.path)
         before = originals.get(change.path, change.before)
         entries[name] = (before, change.after)
-    # The record first: whatever happens after it, the originals are on disk.
+    # The record first: whatever happens after it, the originals are on disk, and the next run knows every state between.
     _write_all({**record.written(entries), **{change.path: change.after for change in changes}})
+    Record(tree).settle()
     return changes
 
 
@@ -346,6 +418,7 @@ def revert(tree: EngineTree) -> list[Path]:
         ForkError: there is no record here, or a file was changed since; nothing was touched.
     """
     record = Record(tree)
+    _discard_leftovers(tree, record)
     if not record.entries:
         _refuse_record_elsewhere(tree)
         carried = [name for name, version in in_tree_versions(tree).items() if version is not None]
@@ -364,8 +437,24 @@ def revert(tree: EngineTree) -> list[Path]:
     for path, data in originals.items():
         if data is None:
             _prune(path.parent, tree.root)
+    # The manifest last: without it the rest of the record says nothing.
+    shutil.rmtree(record.folder / _ORIGINALS, ignore_errors=True)
     shutil.rmtree(record.folder)
     return list(originals)
+
+
+def _discard_leftovers(tree: EngineTree, record: Record) -> None:
+    """Remove what a run that was killed had staged beside its targets, the record's own included."""
+    names = {*record.entries, *(tree.shown(path) for path in _written_paths(tree))}
+    targets = [tree.root / name for name in names]
+    targets += [
+        record.folder / _MANIFEST,
+        record.folder / ".gitignore",
+        *(record.folder / _ORIGINALS / name for name in names),
+    ]
+    for target in targets:
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{_STAGED}"):
+            _discard(leftover)
 
 
 def _prune(folder: Path, root: Path) -> None:
@@ -408,7 +497,7 @@ def _write_all(files: Mapping[Path, bytes | None]) -> None:
 
 
 def _staged(path: Path, data: bytes) -> Path:
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_STAGED, dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:

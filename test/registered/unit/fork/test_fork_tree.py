@@ -1,12 +1,16 @@
 """``sglang-w4afp8 fork`` on real engine trees: what it writes, refuses and takes back, and how it answers."""
 
 import ast
+import hashlib
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -528,6 +532,153 @@ def test_links_to_somebody_elses_files_are_not_followed(unpacked, tmp_path, caps
     assert main([str(root)]) == 2
     assert f"refused: {CHAIN}: is a symbolic link" in capsys.readouterr().err
     assert other.read_bytes() == before
+
+
+OUTSIDE = ["/ABSOLUTE", "../beside.py", "sglang/../../beside.py", "./sglang/x.py", "", "sglang//x.py"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("action", [[], ["--revert"]], ids=["apply", "revert"])
+def test_a_record_that_names_files_outside_of_the_tree_touches_none(unpacked, tmp_path, name, action, capsys):
+    """Absolute, through a parent directory, or no path at all; the record is a file like any other."""
+    root = unpacked(NEW)
+    assert main([str(root)]) == 0
+    beside = tmp_path / "beside.py"
+    beside.write_text("precious")
+    name = name.replace("ABSOLUTE", str(beside).lstrip("/"))
+    manifest = root / tree.RECORD_FOLDER / "manifest.json"
+    data = json.loads(manifest.read_text())
+    for before in (None, hashlib.sha256(b"x").hexdigest()):
+        data["files"][name] = {"before": before, "after": hashlib.sha256(b"precious").hexdigest()}
+        manifest.write_text(json.dumps(data))
+        was = snapshot(tmp_path)
+        assert main([str(root), *action]) == 2
+        assert f"names {name!r}, must be the path of a file below the tree" in capsys.readouterr().err
+        assert snapshot(tmp_path) == was
+
+
+@pytest.mark.parametrize("action", [[], ["--revert"]], ids=["apply", "revert"])
+@pytest.mark.parametrize("linked", ["record", "originals", "file", "folder"])
+def test_links_that_lead_out_of_the_tree_are_followed_nowhere(unpacked, tmp_path, linked, action, capsys):
+    root = unpacked(NEW)
+    if linked != "record" or action:
+        assert main([str(root)]) == 0
+    outside = tmp_path / "outside"
+    record = root / tree.RECORD_FOLDER
+    path = {
+        "record": record,
+        "originals": record / "originals",
+        "file": root / CHAIN,
+        "folder": (root / CHAIN).parent,
+    }[linked]
+    if path.exists():
+        path.rename(outside)
+    else:
+        outside.mkdir()
+    path.symlink_to(outside)
+    was = snapshot(outside) if outside.is_dir() else outside.read_bytes()
+    assert main([str(root), *action]) == 2
+    assert "is a symbolic link" in capsys.readouterr().err
+    assert (snapshot(outside) if outside.is_dir() else outside.read_bytes()) == was
+
+
+def test_registered_tests_behind_a_link_are_not_written(checkout, tmp_path, capsys):
+    root = checkout(NEW)
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (root / "test" / "registered").symlink_to(outside)
+    assert main([str(root)]) == 2
+    assert "test/registered: is a symbolic link" in capsys.readouterr().err
+    assert not list(outside.iterdir())
+
+
+# What changes a tree on disk. Python's own modules reach them by these names too.
+_WRITES = ("open", "replace", "rename", "unlink", "rmdir", "mkdir", "write")
+
+
+def killed_at(action: Callable[[], object], count: int) -> bool:
+    """Run an action in a process that is killed just before its ``count``-th change on disk; whether it got that far."""
+    child = os.fork()
+    if child == 0:
+        left = [count]
+
+        def dying(function):
+            def call(*arguments, **keywords):
+                changes = function is not os.open or arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)
+                left[0] -= bool(changes)
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **keywords)
+
+            return call
+
+        for name in _WRITES:
+            setattr(os, name, dying(getattr(os, name)))
+        try:
+            action()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+@pytest.mark.parametrize("undo", [True, False], ids=["undoes", "finishes"])
+@pytest.mark.parametrize("start", ["engine", "older", "revert"])
+def test_a_kill_at_any_write_leaves_a_tree_that_the_next_run_finishes_or_undoes(unpacked, monkeypatch, start, undo):
+    """The first patch, an upgrade over an older one of ours, and taking it back: killed at each change on disk in turn."""
+    root = unpacked(NEW)
+    engine = snapshot(root)
+    if start == "older":
+        with monkeypatch.context() as older:
+            older.setattr(edits, "__version__", "0.0.1")
+            tree.apply(tree.find(root))
+        begin = snapshot(root)
+    found = tree.find(root)
+    tree.apply(found)
+    patched = snapshot(root)
+    if start != "older":
+        begin = engine if start == "engine" else patched
+
+    def again():
+        shutil.rmtree(root)
+        for name, data in begin.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes(data)
+
+    # What a tree becomes hangs on its files alone, and takes most of the time.
+    plan, plans = tree.plan, {}
+
+    def remember(found, tests=True, any_version=False, originals=None):
+        files = {name: data for name, data in snapshot(root).items() if name.startswith("sglang/")}
+        state = (tuple(files.items()), tuple((originals or {}).items()))
+        if state not in plans:
+            plans[state] = plan(found, tests, any_version, originals)
+        return plans[state]
+
+    monkeypatch.setattr(tree, "plan", remember)
+    again()
+    # Here once, so that the processes that are killed need not.
+    tree.revert(found) if start == "revert" else tree.apply(found)
+    again()
+    action = (lambda: tree.revert(found)) if start == "revert" else (lambda: tree.apply(found))
+    for count in range(1, 500):
+        if not killed_at(action, count):
+            break
+        if undo:
+            try:
+                tree.revert(found)
+            except ForkError as error:
+                # Nothing had been written yet, or all was taken back.
+                assert "no record of what was replaced" in str(error) and "nothing carries the change" in str(error)
+            left = {name: data for name, data in snapshot(root).items() if not name.startswith(tree.RECORD_FOLDER)}
+            assert left == engine, count
+        else:
+            tree.apply(found)
+            assert snapshot(root) == patched, count
+            tree.revert(found)
+            assert snapshot(root) == engine, count
+        again()
+    assert count > 10
 
 
 def test_the_diff_is_what_is_written(checkout, capsys):
