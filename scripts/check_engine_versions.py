@@ -39,6 +39,8 @@ from sglang_w4afp8.fork import edits, source, tree  # noqa: E402
 from sglang_w4afp8.srt.layers.moe import decode_graphs  # noqa: E402
 
 REPORT = ROOT / "docs" / "engine_versions.json"
+# What the guard compares an engine's functions with.
+CODE = ROOT / "python" / "sglang_w4afp8" / "engine_code.json"
 
 # Oldest first.
 ENGINE_VERSIONS = (
@@ -77,6 +79,7 @@ class VersionReport:
         changed: ledger targets whose code, helpers included, is not that of the version before.
         problems: what the plugin would stand down for, or knows wrongly.
         fork_problems: what the in-tree patch stumbles over.
+        digests: ledger target -> digest of its code (`guard.code_digest`); kept in a file of its own.
     """
 
     version: str
@@ -90,6 +93,7 @@ class VersionReport:
     changed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     fork_problems: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_new(self) -> bool:
@@ -207,6 +211,7 @@ def check_package(package: Path, report: VersionReport) -> dict[str, list[str]]:
         assert path is not None
         file = source.Source(check.module, path.read_bytes())
         codes[target.attribute] = _code(file, target.attribute)
+        report.digests[target.attribute] = guard.code_digest(source.one_function(file, target.attribute))
         if target.attribute == edits.CHAIN:
             call = source.one_call(file, source.one_function(file, edits.CHAIN), edits.REQUANT)
             report.threads_expected_m = any(keyword.arg == "expected_rows" for keyword in call.keywords)
@@ -269,7 +274,16 @@ def first_drift(reports: Sequence[VersionReport]) -> str | None:
 
 
 def to_data(reports: Sequence[VersionReport]) -> list[dict[str, Any]]:
-    return [asdict(report) for report in reports]
+    return [{name: value for name, value in asdict(report).items() if name != "digests"} for report in reports]
+
+
+def code_data(reports: Sequence[VersionReport]) -> dict[str, dict[str, list[str]]]:
+    """Attribute -> digest -> versions, as the guard reads it."""
+    data: dict[str, dict[str, list[str]]] = {}
+    for report in reports:
+        for attribute, digest in report.digests.items():
+            data.setdefault(attribute, {}).setdefault(digest, []).append(report.version)
+    return data
 
 
 def _print(reports: Sequence[VersionReport]) -> None:
@@ -303,11 +317,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.versions:
         return 0
     text = json.dumps(to_data(reports), indent=1) + "\n"
-    if options.write:
-        REPORT.write_text(text)
-    elif not REPORT.is_file() or REPORT.read_text() != text:
-        print(f"error: {REPORT.relative_to(ROOT)} is out of date: run this with --write", file=sys.stderr)
-        return 1
+    files = {REPORT: text, CODE: json.dumps(code_data(reports), indent=1) + "\n"}
+    for path, wanted in files.items():
+        if options.write:
+            path.write_text(wanted)
+        elif not path.is_file() or path.read_text() != wanted:
+            print(f"error: {path.relative_to(ROOT)} is out of date: run this with --write", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "scripts")]
 
 import cached_wheels  # noqa: E402
-from compiled_gemm import Branch, CompiledGemm, UnreadableError  # noqa: E402
+from emulated_gemm import Branch, CompiledGemm, UnreadableError  # noqa: E402
 from sglang_w4afp8.kernels.ops.moe import compiled_tiles  # noqa: E402
 
 FILE = compiled_tiles.FILE

@@ -218,7 +218,7 @@ RESULT_TABLES: tuple[ResultTable, ...] = (
             "over the cells, and the cell that is worst for us. Table: `auto` with the shipped tables. Floor: reading the live "
             "experts' weights once."
         ),
-        group_by=("model", "n", "k", "experts"),
+        group_by=("model", "n", "k"),
         columns=(
             count(),
             ratio("engine / auto", "engine_us", "auto_us", geometric_mean),

@@ -115,11 +115,13 @@ class FakeEngine:
     Attributes:
         version: what the engine says of itself.
         files: target files by their path in the package; those of 0.5.23 unless changed.
+        published: the guard takes the targets' code, whatever it is, for that of the published engine.
     """
 
     folder: Path
     version: str = "0.5.23"
     files: dict[str, str] = field(default_factory=dict)
+    published: bool = True
 
     def __post_init__(self) -> None:
         self.files = {
@@ -153,6 +155,8 @@ class FakeEngine:
         write(package, {"__init__.py": "", "version.py": f"__version__ = {self.version!r}\n", **self.files})
         for real in ("srt/plugins", "srt/environ.py"):
             (package / real).symlink_to(engine_root() / real)
+        if self.published:
+            write(self.folder, {"sitecustomize.py": "from sglang_w4afp8 import guard\nguard.known_code = dict\n"})
         return self.folder
 
     def run(self, code: str, path: Sequence[Path] = (), **environ: str) -> Process:

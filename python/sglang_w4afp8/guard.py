@@ -1,4 +1,4 @@
-"""Drift guard: does an engine still have the functions that our patches stand in for, with signatures that we know?
+"""Drift guard: does an engine still have the functions that our patches stand in for, with signatures and code that we know?
 
 Everything is read from source by syntax tree. Nothing of the engine is imported, so the check costs no start-up time
 and works on an engine that cannot be imported here (no GPU driver) or is merely unpacked in a directory:
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
+import json
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +191,59 @@ def version_within(version: str, first: str, last: str) -> bool:
     return numbers is not None and low <= numbers <= high
 
 
+# What every function of the ledger looks like in every published engine: attribute -> digest -> versions. Written by
+# scripts/check_engine_versions.py from the wheels.
+_CODE_FILE = Path(__file__).with_name("engine_code.json")
+
+
+def _canonical(node: object) -> object:
+    """A syntax tree as plain data that is the same on every Python: without positions, docstrings, annotations, or fields that
+    only some versions have."""
+    if isinstance(node, ast.AST):
+        fields = {}
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "type_comment", "type_params", "kind", "ctx"):
+                continue
+            if (
+                name == "body"
+                and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                and ast.get_docstring(node) is not None
+            ):
+                value = value[1:]
+            plain = _canonical(value)
+            if plain not in (None, []):
+                fields[name] = plain
+        return [type(node).__name__, fields]
+    if isinstance(node, list):
+        return [_canonical(entry) for entry in node]
+    return node if node is None else repr(node)
+
+
+def code_digest(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Digest of what a function does: formatting, comments, docstrings and annotations are no part of it."""
+    return hashlib.sha256(json.dumps(_canonical(function), sort_keys=True).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def known_code() -> dict[str, dict[str, list[str]]]:
+    """Attribute -> digest -> versions of the engine that have the function so."""
+    return json.loads(_CODE_FILE.read_text(encoding="utf-8"))
+
+
+def _code_change(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, module: str, target: Target, version: str | None
+) -> str | None:
+    """What is said of a function whose code is not that of the published version; None where it is, or none is known."""
+    known = {v: digest for digest, versions in known_code().get(target.attribute, {}).items() for v in versions}
+    # A build of one's own is held against the releases that it calls itself after.
+    numbers = release(version) if version is not None else None
+    published = [version] if version in known else [v for v in known if release(v) == numbers] or [*known]
+    if not published or code_digest(function) in {known[v] for v in published}:
+        return None
+    whose = f"sglang {' or '.join(published)}" if published != [*known] else "any published sglang"
+    return f"{module}.{target.attribute}: its code is not that of {whose}"
+
+
 @dataclass(frozen=True)
 class TargetCheck:
     """What the guard found of one target.
@@ -197,14 +252,24 @@ class TargetCheck:
         module: where the target lives in this engine; None if nowhere that the ledger knows.
         problem: why the target must not be patched, with what was expected and found; None when it may.
         in_tree: version of ours that the engine's own file carries; None when it does not.
+        changed: what is said where the function's code is not that of the published engine; None where it is.
     """
 
     module: str | None
     problem: str | None = None
     in_tree: str | None = None
+    changed: str | None = None
 
 
-def _check_function(tree: ast.Module, module: str, target: Target) -> str | None:
+def _check_function(tree: ast.Module, module: str, target: Target, version: str | None) -> TargetCheck:
+    problem = _signature_problem(tree, module, target)
+    if problem is not None:
+        return TargetCheck(module, problem)
+    (function,) = find_functions(tree, target.attribute)
+    return TargetCheck(module, changed=_code_change(function, module, target, version))
+
+
+def _signature_problem(tree: ast.Module, module: str, target: Target) -> str | None:
     where = f"{module}.{target.attribute}"
     found = find_functions(tree, target.attribute)
     if not found:
@@ -245,7 +310,7 @@ def check_target(target: Target, roots: Sequence[str | Path], version: str | Non
         in_tree = in_tree_version(tree)
         if in_tree is not None and target.in_tree:
             return TargetCheck(home.module, in_tree=in_tree)
-        return TargetCheck(home.module, _check_function(tree, home.module, target))
+        return _check_function(tree, home.module, target, version)
     expected = " or ".join(home.module for home in homes)
     return TargetCheck(None, f"{target.attribute}: expected it in {expected}, found no such module")
 

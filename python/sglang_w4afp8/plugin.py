@@ -452,6 +452,9 @@ def _plan(
             statuses[patch.name] = Status(patch.name, State.STANDING_DOWN, "; ".join(problems))
         else:
             statuses[patch.name], bindings[patch.name] = _resolve(patch, [check.module for check in checks[patch.name]])
+            changed = "; ".join(check.changed for check in checks[patch.name] if check.changed)
+            if changed and statuses[patch.name].state is State.ACTIVE:
+                statuses[patch.name] = _on_changed_code(statuses[patch.name], changed, settings)
     statuses = _follow_requirements(_look(_follow_requirements(statuses)))
     _announce_plan(statuses, blocked)
     return statuses, {name: found for name, found in bindings.items() if statuses[name].state is State.ACTIVE}
@@ -510,6 +513,17 @@ def _our_function(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), name)
 
 
+def _on_changed_code(status: PatchStatus, changed: str, settings: Settings) -> PatchStatus:
+    """Signatures are those that we know, and what the functions do is not: said by name, and under STRICT not patched."""
+    from sglang_w4afp8 import lifecycle, switches
+
+    if settings.strict:
+        return replace(status, state=lifecycle.State.STANDING_DOWN, reason=changed)
+    text = f"{status.name} is applied to other code than it was read for: {changed}"
+    lifecycle.announce(logging.WARNING, f"sglang-w4afp8: {text}; {switches.PREFIX}STRICT=1 refuses to start with it")
+    return replace(status, note="in place of code that is not the published one")
+
+
 def _look(statuses: dict[str, PatchStatus]) -> dict[str, PatchStatus]:
     """What the patches themselves find, of those that are going to be active."""
     from sglang_w4afp8.lifecycle import State
@@ -524,7 +538,8 @@ def _look(statuses: dict[str, PatchStatus]) -> dict[str, PatchStatus]:
         except Exception as error:
             problem, note = f"our own {patch.look} failed: {essence(error)}", ""
         state = State.STANDING_DOWN if problem else status.state
-        result[patch.name] = replace(status, state=state, reason=problem, note="" if problem else note)
+        notes = "; ".join(filter(None, (status.note, note)))
+        result[patch.name] = replace(status, state=state, reason=problem, note="" if problem else notes)
     return result
 
 

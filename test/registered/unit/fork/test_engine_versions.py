@@ -23,6 +23,7 @@ def reports(checker):
 def test_no_version_drifts_and_the_committed_report_is_what_was_found(checker, reports):
     assert checker.first_drift(reports) is None
     assert json.loads(checker.REPORT.read_text()) == checker.to_data(reports)
+    assert json.loads(checker.CODE.read_text()) == checker.code_data(reports) == guard.known_code()
 
 
 def test_the_list_and_the_ledger_name_the_same_engines(checker):

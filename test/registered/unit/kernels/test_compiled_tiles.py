@@ -83,7 +83,7 @@ def test_the_tile_of_an_m_is_that_of_its_bucket():
 
 def test_the_reader_sees_every_step_and_the_profiler_named_the_same(libraries):
     """Against tables measured on a GPU, whose buckets and tiles the profiler found."""
-    from compiled_gemm import CompiledGemm
+    from emulated_gemm import CompiledGemm
 
     for version in ("0.4.5", "0.4.7"):
         gemm = CompiledGemm(libraries[version])
@@ -111,7 +111,7 @@ def test_a_version_whose_tiles_differ_is_named(checker):
 
 
 def test_what_is_no_such_library_is_refused(tmp_path, libraries):
-    from compiled_gemm import CompiledGemm, UnreadableError
+    from emulated_gemm import CompiledGemm, UnreadableError
 
     spoiled = bytearray(libraries["0.4.10"].read_bytes())
     for place in range(len(spoiled)):

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,13 @@ def test_without_the_engine_the_error_says_what_to_install(tree: Tree) -> None:
 def test_the_hardware_must_be_named(tree: Tree) -> None:
     status, _, stderr = tree.run("--suite", "one")
     assert status == 2 and "--hw is required" in stderr
+
+
+def test_no_two_modules_that_are_imported_by_their_bare_name_share_one() -> None:
+    """Tests put these folders on the path together, and the first one found would hide the other."""
+    folders = [TEST_DIR.parent / name for name in ("test", "scripts", "benchmark", "benchmark/e2e")]
+    names = [path.stem for folder in folders for path in folder.glob("*.py")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 if __name__ == "__main__":

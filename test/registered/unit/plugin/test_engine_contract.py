@@ -301,6 +301,26 @@ def _loads_sgl_kernel(fake_engine):
     fake_engine.files[CHAIN_FILE] = f"from sgl_kernel import cutlass_w4a8_moe_mm\n{fake_engine.files[CHAIN_FILE]}"
 
 
+def test_function_with_other_code_is_patched_with_a_warning_and_strict_refuses(fake_engine):
+    """A vendor's build: names and arguments of the release that it calls itself after, other code in the functions."""
+    fake_engine.published = False
+    fake_engine.version = "0.5.23+vendor"
+    doctor = [sys.executable, "-m", "sglang_w4afp8.cli", "doctor"]
+    done = fake_engine.run(_load("result = list(lifecycle.live_patches())"))
+    assert done.result == EVERY_PATCH
+    (line,) = done.lines("silu is applied to other code than it was read for: ")
+    assert (
+        f"{NEW_MODULE}.silu_and_mul_masked_post_per_tensor_quant_fwd: its code is not that of sglang 0.5.23; "
+        "SGLANG_W4AFP8_STRICT=1 refuses to start with it"
+    ) in line
+    done = run_command(doctor, [fake_engine.folder], SGLANG_PLUGINS="w4afp8")
+    assert "silu active in place of code that is not the published one" in " ".join(done.stdout.split())
+    fake_engine.folder = fake_engine.folder / "again"
+    done = fake_engine.run("result = 1\n" + _load(""), SGLANG_W4AFP8_STRICT="1")
+    assert done.status == 1
+    assert f"requant: {NEW_MODULE}.fp8_per_token_to_per_tensor_quant_triton: its code is not that of" in done.stderr
+
+
 def test_gemm_that_takes_the_expected_rows_is_said_to_get_them(fake_engine, tmp_path):
     _loads_sgl_kernel(fake_engine)
     kernel = sgl_kernel_with(tmp_path / "kernel", f"{GEMM}, expected_m=None")
@@ -538,7 +558,12 @@ HookRegistry.apply_hooks()
 
 FAULTS = {
     "a module of ours": ("requant", "import sys; sys.modules['sglang_w4afp8.kernels.ops.moe.ep_moe_kernels'] = None"),
-    "the guard": (None, "import sys; sys.modules['sglang_w4afp8.guard'] = None"),
+    "the guard": (
+        None,
+        "import sys, sglang_w4afp8\n"
+        "sys.modules['sglang_w4afp8.guard'] = None\n"
+        "vars(sglang_w4afp8).pop('guard', None)\n",  # the fake engine has loaded it already
+    ),
     "registering": (
         None,
         "def broken(target, *a, **k):\n"

@@ -52,6 +52,57 @@ def test_known_signature_passes(tmp_path, source):
     assert (check.module, check.problem, check.in_tree) == (HOME, None, None)
 
 
+CODE = "def quantise(x, output):\n    return x + 1\n"
+
+
+def _digest(source):
+    return guard.code_digest(ast.parse(source).body[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "same"),
+    [
+        ("def quantise(x,output):\n  # why\n  return (x\n    + 1)\n", True),
+        ("def quantise(x: int, output: 'Tensor') -> None:\n    'What it does.'\n    return x + 1\n", True),
+        ("def quantise(x, output):\n    return x + 2\n", False),
+        ("def quantise(x, output):\n    return 1 + x\n", False),
+        ("def quantise(x, output):\n    log()\n    return x + 1\n", False),
+        ("def quantise(x, output):\n    return x + True\n", False),
+        ("def quantise(x, output=None):\n    return x + 1\n", False),
+    ],
+    ids=["formatting", "annotations and docstring", "constant", "order", "statement", "type", "default"],
+)
+def test_digest_is_of_what_a_function_does(source, same):
+    assert (_digest(source) == _digest(CODE)) is same
+
+
+@pytest.mark.parametrize(
+    ("version", "whose"),
+    [
+        ("0.5.20", None),
+        ("0.5.20+vendor", None),
+        ("0.5.19", "sglang 0.5.19"),
+        ("0.5.18.dev3", "sglang 0.5.18 or 0.5.18.post1"),
+        ("0.5.16", None),  # nobody has read that one: any that is known will do
+    ],
+)
+def test_code_is_held_against_the_release_that_the_engine_calls_itself_after(monkeypatch, version, whose):
+    known = {_digest(CODE): ["0.5.20"], "0" * 16: ["0.5.19", "0.5.18"], "1" * 16: ["0.5.18.post1"]}
+    monkeypatch.setattr(guard, "known_code", lambda: {"quantise": known})
+    changed = guard._code_change(ast.parse(CODE).body[0], HOME, _target(), version)
+    assert changed == (whose and f"{HOME}.quantise: its code is not that of {whose}")
+    other = ast.parse(CODE.replace("1", "2")).body[0]
+    assert "its code is not that of" in guard._code_change(other, HOME, _target(), version)
+
+
+def test_a_changed_body_is_told_and_is_no_problem(tmp_path, monkeypatch):
+    known = {"quantise": {_digest(CODE): ["0.5.20"], "0" * 16: ["0.5.19"]}}
+    monkeypatch.setattr(guard, "known_code", lambda: known)
+    assert _check(tmp_path, CODE) == guard.TargetCheck(HOME)
+    check = _check(tmp_path, CODE.replace("1", "2"))
+    assert check == guard.TargetCheck(HOME, changed=f"{HOME}.quantise: its code is not that of sglang 0.5.20")
+
+
 @pytest.mark.parametrize(
     ("source", "expected", "found"),
     [
